@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API, its metrics and the command line."""

@@ -1,0 +1,1 @@
+"""Connectors: moving chunks between stages, one contract for in-process, shared memory, CUDA IPC and RDMA."""

@@ -1,0 +1,35 @@
+"""The connector contract: what every transport of chunks promises."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from contracts.chunks import Chunk
+
+
+class Sender(Protocol):
+    async def send(self, chunk: Chunk) -> None:
+        """Waits for a free credit. Raises PeerLost when the receiver is gone. A chunk of a cancelled
+        request is dropped."""
+        ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    async def receive(self) -> Chunk:
+        """The next chunk, in order per (request, stream); its tensors are valid until `release`. Raises
+        PeerLost."""
+        ...
+
+    def release(self, chunk: Chunk) -> None:
+        """Returns the credit. Exactly once per received chunk."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Drops queued chunks of the request and frees their credits."""
+        ...
+
+    def close(self) -> None: ...

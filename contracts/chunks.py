@@ -1,0 +1,49 @@
+"""What crosses an edge: a Chunk of named tensors, and the fixed header that describes each of them on a
+wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONTROL_STREAM = ""
+
+
+class TensorHeader(msgspec.Struct, frozen=True):
+    """dtype is torch's name without prefix ("bfloat16"); the bytes follow in C order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The serialisable part of a chunk: everything but the tensor bytes."""
+
+    request_id: str
+    stream: str
+    seq: int
+    last: bool
+    tensors: tuple[TensorHeader, ...] = ()
+    meta: dict[str, int | float | str] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One message of one stream of one request. `seq` counts from 0 without gaps; a gap is an error."""
+
+    request_id: str
+    stream: str
+    seq: int
+    last: bool
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())

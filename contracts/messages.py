@@ -1,0 +1,173 @@
+"""Control-plane messages: msgspec structs, tagged, one union per direction. Tensors never travel here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from contracts.errors import ErrorInfo
+from contracts.media import MediaItem, Prompt
+from contracts.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+# --- coordinator → stage ------------------------------------------------------------------------------------
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start a request in an LM stage. `resume` holds, per sample, tokens already sent to the client
+    (replay)."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    priority: int = 0  # lower runs first
+    tenant: str = ""
+    cache_salt: str | None = None
+    resume: tuple[tuple[int, ...], ...] = ()
+
+
+class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Encode one item and send its embeddings over the edge to `target` as stream `str(item_index)`."""
+
+    request_id: str
+    item_index: int
+    item: MediaItem
+    target: str
+    cache_salt: str | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget the request entirely. Always answered with Aborted, also for an unknown id."""
+
+    request_id: str
+
+
+class StopSample(msgspec.Struct, frozen=True, tag=True):
+    """End one of the n samples early (a stop string matched in the front process)."""
+
+    request_id: str
+    sample: int
+
+
+class ResetCache(msgspec.Struct, frozen=True, tag=True):
+    """Drop every cached block or embedding that nothing uses. Answered with CacheWasReset."""
+
+    token: int
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
+    """Run the conservation checks. Answered with IntegrityReport."""
+
+    token: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+ToStage = Generate | Encode | Abort | StopSample | ResetCache | CheckIntegrity | Shutdown
+
+
+# --- stage → coordinator ------------------------------------------------------------------------------------
+class EmbeddingsNeeded(msgspec.Struct, frozen=True, tag=True):
+    """The LM's prefix lookup left these items uncovered: get them encoded (again)."""
+
+    request_id: str
+    item_indices: tuple[int, ...]
+
+
+class FeaturesNeeded(msgspec.Struct, frozen=True, tag=True):
+    """The encoder has neither embeddings nor features of this item: preprocess it again and resend Encode."""
+
+    request_id: str
+    item_index: int
+
+
+class FeaturesConsumed(msgspec.Struct, frozen=True, tag=True):
+    """The encoder no longer reads the item's shared features: their lease may end."""
+
+    request_id: str
+    item_index: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural-log probabilities of one position, finite (clamped at -9999)."""
+
+    chosen: float
+    rank: int  # of the chosen token, 1 = most likely
+    top: tuple[tuple[int, float], ...]
+
+
+class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the end token that finished it; it is also the last of token_ids
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """New tokens of a request. The first one carries the prefix-cache share of its prompt."""
+
+    request_id: str
+    deltas: tuple[SampleDelta, ...]
+    num_cached_tokens: int | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    error: ErrorInfo
+
+
+class Aborted(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    stage: str
+
+
+class CacheWasReset(msgspec.Struct, frozen=True, tag=True):
+    token: int
+    stage: str
+
+
+class IntegrityReport(msgspec.Struct, frozen=True, tag=True):
+    """`problem` is None when every conservation law holds; `busy` tells that requests were in flight."""
+
+    token: int
+    stage: str
+    problem: str | None
+    busy: bool
+
+
+class StageReady(msgspec.Struct, frozen=True, tag=True):
+    stage: str
+    detail: str  # the capacity line shown at start-up
+
+
+class StageStats(msgspec.Struct, frozen=True, tag=True):
+    """Counters (monotonic, end in _total) and gauges of a stage, by their metric name without prefix."""
+
+    stage: str
+    values: dict[str, float]
+
+
+class StageFailed(msgspec.Struct, frozen=True, tag=True):
+    """The stage itself cannot go on (not one request's fault)."""
+
+    stage: str
+    error: ErrorInfo
+
+
+FromStage = (
+    EmbeddingsNeeded
+    | FeaturesNeeded
+    | FeaturesConsumed
+    | Generated
+    | Failed
+    | Aborted
+    | CacheWasReset
+    | IntegrityReport
+    | StageReady
+    | StageStats
+    | StageFailed
+)

@@ -1,0 +1,35 @@
+"""The seam between the encoder pool and a family's vision or audio tower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from contracts.media import Modality
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """`features` as preprocessed: images uint8 [height, width, 3] (resized, not normalised), on the host."""
+
+    modality: Modality
+    features: Tensor
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+
+
+class EncoderModel(Protocol):
+    """A tower. `encode` packs the items into one variable-length forward; no item sees another."""
+
+    encoder_id: str  # identifies weights and configuration in the embedding cache's keys
+    embedding_width: int  # hidden size of the LM times (1 + deepstack levels)
+    dtype: torch.dtype
+    device: torch.device
+
+    def encode(self, items: list[EncoderInput]) -> list[Tensor]:
+        """One [num_tokens, embedding_width] tensor per item, in order, on `device`. Does not keep the
+        features."""
+        ...

@@ -1,0 +1,1 @@
+"""The language-model engine: block pool, prefix cache, scheduler, runner, sampler, attention."""

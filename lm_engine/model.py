@@ -1,0 +1,130 @@
+"""The seam between the runner and a decoder: configuration, KV cache, attention, and the model protocol.
+
+Shapes: T tokens of a step (all sequences packed), H hidden, N query heads, G KV heads, D head size, V
+vocabulary,
+B blocks, S slots of a block, R sequences in the step, M blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """`mrope_section` (half-dimensions per axis t, h, w) is None for plain RoPE. `scaling`: the family's
+    `rope_parameters` for llama3/linear/yarn kinds, as frequencies already applied to `inv_freq`."""
+
+    theta: float
+    inv_freq: tuple[float, ...]  # D/2 entries, after any scaling
+    attention_scaling: float = 1.0
+    mrope_section: tuple[int, int, int] | None = None
+    mrope_interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """One decoder covers Llama, Qwen2, Qwen3 and the text half of the Qwen-VL families."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    num_deepstack_levels: int = 0  # visual features added after the first layers (Qwen3-VL)
+
+    @property
+    def num_position_axes(self) -> int:
+        return 3 if self.rope.mrope_section else 1
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass
+class PagedKV:
+    """Keys and values of every layer: [num_layers, B, S, G, D] each. Block 0 is a scratch block, never
+    owned."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the step's tokens stand: one row per sequence, queries packed in row order."""
+
+    query_starts: Tensor  # [R+1] int32: first query row of each sequence
+    sequence_lengths: Tensor  # [R] int32: keys visible to the last query (computed before + this step)
+    block_tables: Tensor  # [R, M] int32
+    slot_mapping: Tensor  # [T] int64: block * S + offset that each token's K/V is written to
+    max_query_length: int
+    max_sequence_length: int
+    host_query_starts: tuple[int, ...]  # the same on the host, for the reference path
+    host_sequence_lengths: tuple[int, ...]
+
+
+class AttentionBackend(Protocol):
+    """Writes the step's K/V into the paged cache and attends causally over it."""
+
+    name: str
+
+    def attend(
+        self,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Returns [T, N, D]. Mutates `kv` of `layer` at `metadata.slot_mapping`."""
+        ...
+
+
+class DecoderModel(Protocol):
+    """The mathematics of one language model; holds weights, no request state."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """[T] int64 → [T, H]."""
+        ...
+
+    def forward(
+        self,
+        hidden_TH: Tensor,
+        positions_AT: Tensor,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        metadata: AttentionMetadata,
+        deepstack_KTH: Tensor | None = None,
+    ) -> Tensor:
+        """Final-norm hidden states [T, H]. `deepstack_KTH`: zero where a token is no visual token."""
+        ...
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """[R, H] → [R, V] float32."""
+        ...
+
+
+Kernels = Literal["auto", "reference", "native"]

@@ -1,0 +1,102 @@
+"""What the scheduler tells the runner to do in one step, and what comes back. Host data only, but for
+embeddings.
+
+Shapes: T tokens of the step, A position axes (1 = RoPE, 3 = M-RoPE), L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from contracts.messages import TokenLogprobs
+from contracts.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A sequence takes row `slot` of the device's request table.
+
+    `token_ids` is the prompt followed by tokens generated earlier (after preemption or on replay), the first
+    `num_prompt_tokens` of it are the prompt. `positions_AL` covers the prompt; the token at index
+    i ≥ num_prompt_tokens has position `i + position_delta` on every axis. `seed` is the sample's own.
+    """
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    positions_AL: np.ndarray  # int64
+    position_delta: int
+    sampling: SamplingParams
+    seed: int
+    block_ids: tuple[int, ...]  # blocks it starts with (prefix hits and the first chunk's)
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """Compute `num_tokens` tokens of `slot` from index `start`; `new_block_ids` are appended to its block
+    table first.
+
+    `samples`: the last computed token's logits are sampled; the drawn token becomes token `start +
+    num_tokens` of
+    the sequence in the device table, so the next step may be planned before the result is known.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+
+
+@dataclass(frozen=True)
+class SpanPiece:
+    """Rows of an item's embeddings that replace token embeddings in this step.
+
+    Rows `source_start : source_start + length` of `embeddings` go to sequence indices
+    `start : start + length` of `slot` (sequence indices, not step rows). The width is the hidden size times
+    (1 + number of deepstack levels).
+    """
+
+    slot: int
+    start: int
+    length: int
+    embeddings: Tensor
+    source_start: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Order of effects: release slots, admit, copy blocks (source → target), append blocks, compute,
+    sample."""
+
+    step_id: int
+    released_slots: tuple[int, ...]
+    admissions: tuple[Admission, ...]
+    block_copies: tuple[tuple[int, int], ...]
+    sequences: tuple[SequenceStep, ...]
+    span_pieces: tuple[SpanPiece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.sequences)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    slot: int
+    token_id: int
+    logprobs: TokenLogprobs | None  # when the sequence asked for them
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`sampled` has one entry per sequence with `samples`, in plan order."""
+
+    step_id: int
+    sampled: tuple[SampledToken, ...]

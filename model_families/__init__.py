@@ -1,0 +1,2 @@
+"""One folder per model family, the same file names in each: pipeline, processor, encoder, decoder,
+weights."""

@@ -1,0 +1,47 @@
+"""What every family gives the stages: an opened checkpoint that knows its graph, its prompt layout and its
+parts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from contracts.media import MediaItem, Prompt
+from contracts.pipeline import Pipeline
+from contracts.specs import ImageSpec
+from encoder_pool.model import EncoderModel
+from lm_engine.model import DecoderConfig, DecoderModel, Kernels
+from model_families.text import ChatTokenizer
+
+
+class Family(Protocol):
+    """A checkpoint folder, opened: configuration, tokenizer and template are read, no weight is loaded
+    yet."""
+
+    name: str
+    pipeline: Pipeline
+    tokenizer: ChatTokenizer
+    decoder_config: DecoderConfig
+    image_spec: ImageSpec | None  # None: no images
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+
+    def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
+        """Expands each placeholder token to its item's tokens, in order.
+
+        Raises BadRequest when placeholders and items do not match in number.
+        """
+        ...
+
+    def positions(self, prompt: Prompt) -> tuple[np.ndarray, int]:
+        """RoPE positions [A, T] int64 of the prompt, and delta: token i ≥ T has position i + delta on every
+        axis."""
+        ...
+
+    def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+        """Raises when `image_spec` is None."""
+        ...
+
+    def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel: ...

@@ -1,0 +1,98 @@
+"""The one door between `api` and the graph: submit a request, read its events, stop or abort it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from contracts.conversation import Conversation
+from contracts.messages import IntegrityReport, SampleDelta
+from contracts.params import SamplingParams
+from model_families.text import ChatTokenizer
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What /v1/models tells of the served model."""
+
+    names: tuple[str, ...]  # the first is the canonical one
+    family: str
+    context_length: int
+    input_modalities: tuple[str, ...]
+    output_modalities: tuple[str, ...]
+    created: int  # Unix seconds
+    description: str = ""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`input`: a conversation (chat), or plain text or token ids (completions).
+
+    `sampling.max_tokens` None-like: the API passes `UNLIMITED` and the service clips it to what the context
+    leaves.
+    """
+
+    input: Conversation | str | tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+
+UNLIMITED = 1 << 30
+
+
+class PromptReady(msgspec.Struct, frozen=True, kw_only=True):
+    """First event: the prompt is built and accepted by the entry stage."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    media_tokens: dict[str, int]  # modality → tokens
+    max_tokens: int  # after clipping
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    deltas: tuple[SampleDelta, ...]
+    num_cached_tokens: int | None = None  # on the first one
+
+
+Event = PromptReady | Tokens
+
+
+class StageHealth(msgspec.Struct, frozen=True):
+    stage: str
+    state: str  # "starting" | "ready" | "failed" | "stopped"
+    detail: str = ""
+
+
+class Service(Protocol):
+    """All methods are called on the front process's event loop."""
+
+    card: ModelCard
+    tokenizer: ChatTokenizer
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Yields PromptReady, then Tokens until every sample has a finish_reason.
+
+        Raises OmnistageError: before PromptReady for bad input or a full queue, later for a failed stage.
+        Closing the iterator early (or cancelling its task) aborts the request in every stage.
+        """
+        ...
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """A stop string matched: the sample ends with no further token. The iterator goes on for the
+        others."""
+        ...
+
+    def health(self) -> tuple[StageHealth, ...]: ...
+
+    def ready(self) -> bool: ...
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Latest counters and gauges by stage (see contracts.messages.StageStats)."""
+        ...
+
+    async def reset_cache(self) -> None: ...
+
+    async def check_integrity(self) -> tuple[IntegrityReport, ...]: ...

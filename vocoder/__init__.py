@@ -1,0 +1,1 @@
+"""Streaming decoders from codec frames to PCM, and audio containers."""
