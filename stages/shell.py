@@ -44,8 +44,8 @@ class StepResultBatch:
 class StageLogic(Protocol):
     """The scheduler and runner of a stage, driven by its shell on one event loop.
 
-    `handle`, `accept` and `abort` may run while a `step` awaits. A request's own failure is a Failed message; an
-    exception means the stage itself is broken.
+    `handle`, `accept` and `abort` may run while a `step` awaits. A request's own failure is a Failed message;
+    an exception means the stage itself is broken.
     """
 
     def start(self) -> str:
@@ -59,6 +59,10 @@ class StageLogic(Protocol):
     def has_work(self) -> bool: ...
 
     async def step(self) -> StepResultBatch: ...
+
+    def sent(self, chunk: Chunk) -> None:
+        """A chunk of the last step left over its edge, or was dropped: what it held may be let go."""
+        ...
 
     def abort(self, request_id: str) -> None: ...
 
@@ -92,6 +96,7 @@ class StageShell:
         self._receivers = receivers
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
+        self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
 
     async def run(self) -> None:
         """Returns after Shutdown; an error of the stage itself is reported as StageFailed and ends it."""
@@ -137,6 +142,7 @@ class StageShell:
     def _handle(self, message: ToStage) -> list[FromStage]:
         match message:
             case Abort(request_id):
+                self._cancelled.add(request_id)
                 for sender in self._senders.values():
                     sender.cancel(request_id)
                 for receiver in self._receivers:
@@ -172,7 +178,9 @@ class StageShell:
     async def _step_loop(self) -> None:
         assert self._wake is not None
         while True:
+            self._forget_cancelled()
             while not self._logic.has_work():
+                self._forget_cancelled()
                 self._report_stats(force=True)
                 await self._wake.wait()
                 self._wake.clear()
@@ -181,8 +189,16 @@ class StageShell:
                 self._emit(batch.messages)
             for target, chunk in batch.chunks:
                 await self._send(target, chunk)
+                self._logic.sent(chunk)
             self._report_stats(force=False)
             await asyncio.sleep(0)  # lets the pumps run between steps
+
+    def _forget_cancelled(self) -> None:
+        """Between steps no chunk of an aborted request is left, so the senders need not remember it."""
+        for request_id in self._cancelled:
+            for sender in self._senders.values():
+                sender.forget(request_id)
+        self._cancelled.clear()
 
     async def _send(self, target: str, chunk: Chunk) -> None:
         try:
