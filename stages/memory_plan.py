@@ -49,8 +49,12 @@ def stage_limit(name: str, config: PlacedConfig, device: str) -> int | None:
 
 
 def plan_lm(
-    name: str, config: LMConfig, decoder: DecoderConfig, weight_elements: int, dtype: torch.dtype, context:
-    int
+    name: str,
+    config: LMConfig,
+    decoder: DecoderConfig,
+    weight_elements: int,
+    dtype: torch.dtype,
+    context: int,
 ) -> StagePlan:
     """KV for one request of full length is the least a stage must hold; more is used when memory allows
     it."""
@@ -62,9 +66,7 @@ def plan_lm(
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
     else:
         cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden)
-    return StagePlan(
-        name, device, dtype, weights, cache, logits + hidden, stage_limit(name, config, device)
-    )
+    return StagePlan(name, device, dtype, weights, cache, logits + hidden, stage_limit(name, config, device))
 
 
 def default_kv_bytes(
@@ -80,8 +82,9 @@ def default_kv_bytes(
     return max(min(wanted, room), 0)
 
 
-def plan_encoder(name: str, config: EncoderConfig, weight_elements: int, dtype: torch.dtype, width: int) ->
-StagePlan:
+def plan_encoder(
+    name: str, config: EncoderConfig, weight_elements: int, dtype: torch.dtype, width: int
+) -> StagePlan:
     device = config.device_list[0]
     cache = parse_bytes(config.embedding_cache, f"stage.{name}.embedding_cache")
     activations = config.max_batch_tokens * width * dtype.itemsize * 8
@@ -113,8 +116,9 @@ def render_plan(plans: list[StagePlan]) -> str:
         sizes = (_size(p.weights), _size(p.cache), _size(p.activations), _size(p.total))
         rows.append((p.stage, p.device, dtype, *sizes, limit))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row
-    in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _size(num_bytes: int) -> str:
