@@ -239,6 +239,10 @@ class OmniService:
         stats["front"] = {"open_requests": float(self._num_open)}
         return stats
 
+    async def drained(self) -> None:
+        """Returns when no stage holds anything of any request."""
+        await self._coordinator.drained()
+
     async def reset_cache(self) -> None:
         if self._preprocessor is not None:
             self._preprocessor.reset_cache()
