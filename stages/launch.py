@@ -68,8 +68,9 @@ def make_plan(options: ServeOptions) -> Plan:
     for name, lm in deployment.lms.items():
         context_length = min(context_length, lm.max_context or context_length)
         dtype = resolve_dtype(lm.dtype, lm.device_list[0], family)
-        plans.append(plan_lm(name, lm, family.decoder_config, family.num_decoder_elements(), dtype,
-        context_length))
+        plans.append(
+            plan_lm(name, lm, family.decoder_config, family.num_decoder_elements(), dtype, context_length)
+        )
     for name, encoder in deployment.encoders.items():
         dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], family)
         width = family.decoder_config.hidden_size
@@ -81,8 +82,7 @@ def make_plan(options: ServeOptions) -> Plan:
 def model_folder(options: ServeOptions) -> Path:
     folder = options.model if options.model is not None else DEFAULT_MODEL
     if not (folder / "config.json").is_file():
-        hint = "run `make setup` to build the default model" if options.model is None else "want a model
-        folder"
+        hint = "run `make setup` to build the default model" if options.model is None else "want a folder"
         raise OmnistageError(f"no config.json in {folder}: {hint}")
     return folder
 
@@ -116,8 +116,10 @@ def plan_text(options: ServeOptions) -> str:
     """Stages, edges, placement and memory, as `omnistage plan` prints them."""
     plan = make_plan(options)
     pipeline = plan.family.pipeline
-    lines = [f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
-    "edges"]
+    lines = [
+        f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
+        "edges",
+    ]
     for edge in pipeline.edges:
         config = plan.deployment.edge(edge.source, edge.target)
         connector = "shared memory" if edge.payload == "features" else "inproc"
@@ -152,9 +154,7 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
             logger.info("stage %s ready: %s", name, detail)
         assert not dispatching.done()
         card = _model_card(options, plan)
-        yield OmniService(
-            card, plan.family, plan.deployment, coordinator, preprocessor, plan.context_length
-        )
+        yield OmniService(card, plan.family, plan.deployment, coordinator, preprocessor, plan.context_length)
 
 
 def _share_threads(deployment: Deployment) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,7 @@ def scenarios(family: str) -> dict[str, Sequence[Turn]]:
     return TEXT | IMAGES if family in VISION_FAMILIES else TEXT
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(folder: Path, family: str, name: str) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of the oracle, and its log-probabilities at each of their positions."""
     return oracle(folder, scenarios(family)[name])
