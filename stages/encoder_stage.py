@@ -77,7 +77,7 @@ class EncoderStage:
         return self.pool.check_integrity()
 
     def is_idle(self) -> bool:
-        return not self.pool.has_work()
+        return not self.pool.busy
 
     def stats(self) -> dict[str, float]:
         return self.pool.stats()
