@@ -26,6 +26,7 @@ from model_families.text import ChatTokenizer
 from preprocess.service import Preprocessor, ResolvedMedia
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment
+from stages.media_claims import ClaimRegistry, MediaClaim
 from stages.service import (
     UNLIMITED,
     Event,
@@ -38,28 +39,6 @@ from stages.service import (
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
-
-
-class MediaClaim:
-    """A resolved item as the coordinator needs it: features are materialised on demand, released once."""
-
-    def __init__(self, preprocessor: Preprocessor, resolved: ResolvedMedia) -> None:
-        self._preprocessor = preprocessor
-        self._resolved = resolved
-        self._materializing: asyncio.Lock = asyncio.Lock()
-
-    @property
-    def item(self) -> MediaItem:
-        return self._resolved.item
-
-    async def materialize(self) -> MediaItem:
-        async with self._materializing:
-            if self._resolved.item.features is None:
-                await self._preprocessor.materialize(self._resolved)
-            return self._resolved.item
-
-    def release(self) -> None:
-        self._resolved.release()
 
 
 class OmniService:
@@ -80,6 +59,7 @@ class OmniService:
         self._deployment = deployment
         self._coordinator = coordinator
         self._preprocessor = preprocessor
+        self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
         self._context_length = context_length
         self._num_open = 0
 
@@ -142,18 +122,18 @@ class OmniService:
         sources = given.media() if isinstance(given, Conversation) else []
         if not sources:
             return []
-        preprocessor = self._preprocessor_for(sources)
-        spec = self._family.image_spec
-        assert spec is not None
+        self._check_sources(sources)
+        preprocessor, spec = self._preprocessor, self._family.image_spec
+        assert preprocessor is not None and self._claims is not None and spec is not None
         tasks = [asyncio.create_task(preprocessor.resolve(source, spec)) for source in sources]
         try:
             resolved = await asyncio.gather(*tasks)
         except BaseException:
             await _cancel_and_release(tasks)
             raise
-        return [MediaClaim(preprocessor, item) for item in resolved]
+        return [self._claims.claim(item) for item in resolved]
 
-    def _preprocessor_for(self, sources: Sequence[MediaSource]) -> Preprocessor:
+    def _check_sources(self, sources: Sequence[MediaSource]) -> None:
         limit = self._deployment.limits.max_items_per_request
         if len(sources) > limit:
             raise BadRequest(
@@ -169,8 +149,6 @@ class OmniService:
                     param=source.param,
                     code="unsupported_modality",
                 )
-        assert self._preprocessor is not None
-        return self._preprocessor
 
     async def _build_prompt(
         self, given: Conversation | str | tuple[int, ...], items: list[MediaItem]
