@@ -23,7 +23,7 @@ from contracts.messages import Generate, Generated, IntegrityReport
 from contracts.params import SamplingParams
 from model_families.family import Family
 from model_families.text import ChatTokenizer
-from preprocess.service import Preprocessor, ResolvedMedia
+from preprocess.service import Preprocessor
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment
 from stages.media_claims import ClaimRegistry, MediaClaim
@@ -123,15 +123,20 @@ class OmniService:
         if not sources:
             return []
         self._check_sources(sources)
-        preprocessor, spec = self._preprocessor, self._family.image_spec
-        assert preprocessor is not None and self._claims is not None and spec is not None
-        tasks = [asyncio.create_task(preprocessor.resolve(source, spec)) for source in sources]
+        tasks = [asyncio.create_task(self._claim(source)) for source in sources]
         try:
-            resolved = await asyncio.gather(*tasks)
+            return list(await asyncio.gather(*tasks))
         except BaseException:
             await _cancel_and_release(tasks)
             raise
-        return [self._claims.claim(item) for item in resolved]
+
+    async def _claim(self, source: MediaSource) -> MediaClaim:
+        """A claim of its own as soon as the item is resolved, so that a full arena may take features back."""
+        spec = self._family.image_spec
+        assert self._preprocessor is not None
+        assert self._claims is not None
+        assert spec is not None
+        return self._claims.claim(await self._preprocessor.resolve(source, spec))
 
     def _check_sources(self, sources: Sequence[MediaSource]) -> None:
         limit = self._deployment.limits.max_items_per_request
@@ -234,7 +239,7 @@ class OmniService:
         return reports
 
 
-async def _cancel_and_release(tasks: Sequence[asyncio.Task[ResolvedMedia]]) -> None:
+async def _cancel_and_release(tasks: Sequence[asyncio.Task[MediaClaim]]) -> None:
     """One item failed: the others are cancelled, and what was already resolved gives its features back."""
     for task in tasks:
         task.cancel()
