@@ -35,6 +35,7 @@ class Admission:
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]  # blocks it starts with (prefix hits and the first chunk's)
+    stop_token_ids: tuple[int, ...] = ()  # all that end it, forbidden until `sampling.min_tokens` are out
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,11 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`sampled` has one entry per sequence with `samples`, in plan order."""
+    """`sampled` has one entry per sequence with `samples`, in plan order.
+
+    `failed_slots`: those whose logits were not finite; their token is meaningless and their request fails.
+    """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
+    failed_slots: tuple[int, ...] = ()
