@@ -14,6 +14,7 @@ import itertools
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +89,7 @@ class Arena(ArenaMapping):
         self._holders: dict[int, int] = {}  # offset → leases on the block
         self._blocks: dict[int, Block] = {}
         self._waiting: deque[tuple[int, asyncio.Future[Block]]] = deque()
+        self.on_pressure: Callable[[], None] | None = None  # called when a request has to wait
 
     @property
     def allocated_bytes(self) -> int:
@@ -111,6 +113,8 @@ class Arena(ArenaMapping):
         future: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
         self._waiting.append((nbytes, future))
         self._grant()
+        if not future.done() and self.on_pressure is not None:
+            self.on_pressure()
         return future
 
     def withdraw(self, future: asyncio.Future[Block]) -> None:

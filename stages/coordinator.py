@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class Coordinator:
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    async def run(self, message: Generate, media: tuple[MediaHandle, ...]) -> AsyncIterator[Generated]:
+    async def run(self, message: Generate, media: tuple[MediaHandle, ...]) -> AsyncGenerator[Generated, None]:
         """Starts a request in the entry stage and yields its tokens until every sample has finished.
 
         Takes over `media`: released when the request is over. Closing the iterator aborts the request.

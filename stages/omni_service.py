@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -65,7 +65,7 @@ class OmniService:
 
     # --- generation -------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """See `stages.service.Service.generate`."""
         bound = self._deployment.server.max_requests
         if self._num_open >= bound:
@@ -90,7 +90,7 @@ class OmniService:
         finally:
             self._num_open -= 1
 
-    async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         claims = await self._resolve(request.input)
         try:
             prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
@@ -136,7 +136,14 @@ class OmniService:
         assert self._preprocessor is not None
         assert self._claims is not None
         assert spec is not None
-        return self._claims.claim(await self._preprocessor.resolve(source, spec))
+        return self._claims.claim(await self._preprocessor.resolve(source, spec, self._auto_max_pixels()))
+
+    def _auto_max_pixels(self) -> int | None:
+        """The declared load policy: above half of `server.max_requests`, `detail: auto` gets the lower
+        cap."""
+        cap = self._deployment.preprocess.auto_max_pixels
+        loaded = self._num_open * 2 > self._deployment.server.max_requests
+        return cap if loaded else None
 
     def _check_sources(self, sources: Sequence[MediaSource]) -> None:
         limit = self._deployment.limits.max_items_per_request
@@ -228,7 +235,7 @@ class OmniService:
 
     async def reset_cache(self) -> None:
         if self._preprocessor is not None:
-            self._preprocessor.reset_cache()
+            self._preprocessor.index.clear()
         await self._coordinator.reset_cache()
 
     async def check_integrity(self) -> tuple[IntegrityReport, ...]:
