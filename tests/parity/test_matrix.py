@@ -141,6 +141,8 @@ def test_preempted_midway(tiny: Callable[[str], Path], family: str, overlap: str
         "thinker.prefix_cache=false",
     )
     with Served(folder, *settings) as served:
+        for turns in conversations:  # so that pictures are known and all requests meet in the scheduler
+            served.ask(turns, max_tokens=1)
         answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
         for turns, answer in zip(conversations, answers, strict=True):
             assert_same(answer, oracle(folder, turns))
