@@ -18,7 +18,7 @@ def answer(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
 
 @dataclass
 class ScriptedServer:
-    """`pages`: path → what is sent for the 1st, 2nd, … request (the last one repeats). `requests`: as read."""
+    """`pages`: path → what the 1st, 2nd, … request gets (the last one repeats). `requests`: as read."""
 
     port: int = 0
     pages: dict[str, list[bytes]] = field(default_factory=dict)

@@ -302,7 +302,7 @@ def test_a_redirect_to_a_private_address_is_refused(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("preprocess.http_fetch.is_public", lambda a: a == "127.0.0.1" or is_public(a))
         async with serving() as server:
             server.pages["/"] = [answer(b"", "302 Found", Location="http://metadata.test/secret")]
-            with pytest.raises(MediaFetchError, match="metadata.test"):
+            with pytest.raises(MediaFetchError, match=r"metadata\.test"):
                 await fetch(server.url("/", "public.test"), MediaLimits(), resolver=resolver)
             assert len(server.requests) == 1
 
