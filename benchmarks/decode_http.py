@@ -24,7 +24,7 @@ from benchmarks.chat.options import add_server_arguments, command_line
 from benchmarks.chat.words import text_of
 from benchmarks.chat.workload import Message
 from benchmarks.environment import Environment, describe_environment
-from benchmarks.rivals.transformers_serve import RivalFailed, TransformersServe
+from benchmarks.rivals.transformers_serve import RivalFailed, TransformersServe, exit_on_sigterm
 from benchmarks.samples import median
 from benchmarks.text_table import number, render
 from benchmarks.wire.chat_stream import StreamRecord, stream_chat
@@ -266,6 +266,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         with ExitStack() as rivals:
             if args.transformers is not None:
+                exit_on_sigterm()
                 options.urls["transformers"] = rivals.enter_context(TransformersServe(args.transformers)).url
             report = run(measure(options, MonotonicClock()))
     except (ProbeFailed, RivalFailed) as error:

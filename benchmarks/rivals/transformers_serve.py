@@ -1,13 +1,14 @@
 """`transformers serve --continuous-batching` on a free port, as a server to measure against.
 
 Needs the `serving` extra of transformers (fastapi, uvicorn, openai, rich; accelerate for GGUF). In 5.24 it
-rejects `ignore_eos` and `min_tokens` (422), ignores `stream_options` (usage comes in the last chunk anyway), sends
-no `[DONE]`, and tells nothing about its caches.
+rejects `ignore_eos` and `min_tokens` (422), ignores `stream_options` (usage comes in the last chunk anyway),
+sends no `[DONE]`, and tells nothing about its caches.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import subprocess
 import sys
@@ -54,7 +55,8 @@ class TransformersServe:
         self._process = subprocess.Popen(
             self.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
-        threading.Thread(target=self._follow, name="rival-log", daemon=True).start()
+        self._follower = threading.Thread(target=self._follow, name="rival-log", daemon=True)
+        self._follower.start()
         in_time = self._ready.wait(timeout_s)
         if in_time and self._process.poll() is None:
             return
@@ -67,10 +69,11 @@ class TransformersServe:
         process = self._process
         assert process is not None
         assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.append(line)
-            if READY_LINE in line:
-                self._ready.set()
+        with process.stdout:
+            for line in process.stdout:
+                self._lines.append(line)
+                if READY_LINE in line:
+                    self._ready.set()
         process.wait()
         self._ready.set()
 
@@ -89,6 +92,7 @@ class TransformersServe:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        self._follower.join(STOP_TIMEOUT_S)
 
     def __enter__(self) -> TransformersServe:
         self.start()
@@ -98,6 +102,11 @@ class TransformersServe:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def exit_on_sigterm() -> None:
+    """A terminated benchmark unwinds, and with it stops the server it started."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
 def _free_port() -> int:
@@ -115,6 +124,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     args, options = parser.parse_known_args(argv)
+    exit_on_sigterm()
     with TransformersServe(args.model, device=args.device, dtype=args.dtype, options=options) as server:
         print(server.url, flush=True)
         try:
