@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256, SERIAL_ELEMENTS = 16 * 1024 };
+enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256 };
 
 struct attention { /* mirrored in library.py; strides count elements */
     const void *q, *k, *v; /* rows of heads * head_size */
@@ -43,7 +43,8 @@ static void copy_row(const void *source, enum dtype from, int64_t at, void *targ
     for (; i < count; i++) store_one(target, to, target_at + i, load_one(source, from, at + i));
 }
 
-static void write_token(const struct attention *a, int64_t token) {
+static void write_token(const void *context, int64_t token) {
+    const struct attention *a = context;
     const int64_t width = a->kv_heads * a->head_size, at = a->slots[token] * width;
     copy_row(a->k, a->dtype, token * a->k_stride, a->keys, a->cache_dtype, at, width);
     copy_row(a->v, a->dtype, token * a->v_stride, a->values, a->cache_dtype, at, width);
@@ -194,14 +195,16 @@ static void store_out(const struct attention *a, const struct tile *tile, int64_
         const int64_t at = ((token + r / per_group) * a->heads + head) * a->head_size;
         for (int64_t i = 0; i < a->head_size; i += 8) {
             const float *sum = tile->out + i / PANEL * PANEL * tile->rows + r * PANEL + i % PANEL;
-            if (i + 8 <= a->head_size) store8(a->out, a->dtype, at + i, *(const f32x8 *)sum * inverse);
-            else
-                for (int64_t j = 0; i + j < a->head_size; j++) store_one(a->out, a->dtype, at + i + j, sum[j] * inverse);
+            if (i + 8 <= a->head_size) {
+                store8(a->out, a->dtype, at + i, *(const f32x8 *)sum * inverse);
+                continue;
+            }
+            for (int64_t j = 0; i + j < a->head_size; j++) store_one(a->out, a->dtype, at + i + j, sum[j] * inverse);
         }
     }
 }
 
-static void run_task(const struct attention *a, struct task task, int64_t group) {
+static void attend_tile(const struct attention *a, struct task task, int64_t group) {
     struct tile tile;
     const int64_t start = a->query_starts[task.sequence];
     const int64_t total = a->query_starts[task.sequence + 1] - start;
@@ -233,18 +236,23 @@ static int64_t list_tasks(const struct attention *a, struct task *tasks) {
     return count;
 }
 
+struct plan {
+    const struct attention *attention;
+    const struct task *tasks;
+};
+
+static void run_planned(const void *context, int64_t i) {
+    const struct plan *plan = context;
+    const int64_t groups = plan->attention->kv_heads;
+    attend_tile(plan->attention, plan->tasks[i / groups], i % groups);
+}
+
 /* Writes k, v at `slots`, then attends. Returns 0, or 1 when out of memory. */
 EXPORT int32_t attend(const struct attention *a, int32_t threads) {
     struct task *tasks = scratch(SCRATCH_TASKS, (a->tokens / queries_per_task(a) + a->sequences + 1) * sizeof *tasks);
     if (!tasks) return 1;
-    const int64_t count = list_tasks(a, tasks);
-    if (a->tokens * a->kv_heads * a->head_size <= SERIAL_ELEMENTS) {
-        for (int64_t t = 0; t < a->tokens; t++) write_token(a, t);
-    } else {
-#pragma omp parallel for num_threads(threads) schedule(static)
-        for (int64_t t = 0; t < a->tokens; t++) write_token(a, t);
-    }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t i = 0; i < count * a->kv_heads; i++) run_task(a, tasks[i / a->kv_heads], i % a->kv_heads);
+    const struct plan plan = {a, tasks};
+    run_tasks(threads_for(a->tokens * a->kv_heads * a->head_size, threads), a->tokens, write_token, a);
+    run_tasks(threads, list_tasks(a, tasks) * a->kv_heads, run_planned, &plan);
     return 0;
 }

@@ -10,14 +10,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("tile.c", "linear.c", "elementwise.c", "attention.c")
+SOURCES = ("pool.c", "tile.c", "linear.c", "elementwise.c", "attention.c")
 HEADERS = ("kernels.h",)
-# No -lgomp: GOMP_* resolve to the OpenMP runtime that torch has loaded; a second pool of spinning threads
-# on the same cores would ruin both.
 FLAGS = (
     "-O3",
     "-std=gnu11",
-    "-fopenmp",
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=fast",

@@ -86,11 +86,23 @@ INLINE f32x8 exp8(f32x8 x) {
 void *scratch(int slot, size_t bytes);
 enum { SCRATCH_ACTIVATIONS, SCRATCH_TASKS, SCRATCH_SLOTS };
 
+/* Runs run(context, task) for every task in [0, count) on up to `threads` threads, the caller among them. Which thread
+ * runs a task is left open. Safe from several threads at once, not from within a task. */
+typedef void task_function(const void *context, int64_t task);
+void run_tasks(int32_t threads, int64_t count, task_function *run, const void *context);
+
 /* acc[r][c] (rows of 16) += sum over k of x[r * ldx + k] * w[k][c], added in the order of k, whatever the number of
  * rows: a row's result never depends on the rows beside it. `rows` <= TILE_ROWS.
  * `ahead`: memory that will be read soon, touched at `ahead_step` bytes each 2 k. */
 #define TILE_ROWS 6
 void tile_multiply(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, int64_t k, float *acc,
                    int accumulate, const char *ahead, int64_t ahead_step);
+
+
+/* Work on few elements stays with the caller: a helper would cost more than it saves. */
+INLINE int32_t threads_for(int64_t elements, int32_t threads) { return elements <= 16 * 1024 ? 1 : threads; }
+
+/* Rows are dealt out in spans, some more than there are threads. */
+INLINE int64_t rows_per_task(int64_t rows, int32_t threads) { return max64(1, ceil_div(rows, 4 * (int64_t)threads)); }
 
 #endif

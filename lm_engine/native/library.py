@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import sys
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch  # before the library: it loads the OpenMP runtime that the library is resolved against
+import torch
 from torch import Tensor
 
 from contracts.errors import EngineError
@@ -78,12 +77,7 @@ class Unavailable:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Loads a built library against the OpenMP runtime that torch brought. Raises BuildError when there is
-    none."""
-    runtime = _loaded_openmp()
-    if runtime is None:
-        raise BuildError("torch has loaded no OpenMP runtime to share")
-    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # already mapped: only makes its symbols visible
+    """Raises BuildError when the file is no library that this machine can load."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -103,12 +97,6 @@ def default_library() -> ctypes.CDLL | Unavailable:
         return load(build(cache_directory()))
     except (BuildError, OSError) as error:
         return Unavailable(str(error))
-
-
-def _loaded_openmp() -> str | None:
-    maps = Path("/proc/self/maps").read_text()
-    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, flags=re.MULTILINE)
-    return found.group(1) if found else None
 
 
 def dtype_code(tensor: Tensor) -> int:
