@@ -27,23 +27,23 @@ from model_families.checkpoint import Checkpoint, read_config
 from model_families.decoder_weights import load_decoder
 from model_families.text_config import CheckpointConfig
 
-TEXT = dict(
-    vocab_size=131,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-6,
-    bos_token_id=None,
-    eos_token_id=None,
-)
+TEXT = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 INTERLEAVED = {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-SMALL_VISION = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+SMALL_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
 VISION = {
-    "qwen2_vl": dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2),
+    "qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
     "qwen2_5_vl": {**SMALL_VISION, "fullatt_block_indexes": [0]},
     "qwen3_vl": {**SMALL_VISION, "deepstack_visual_indexes": [0, 0], "num_position_embeddings": 16},
 }
