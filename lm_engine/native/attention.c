@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256 };
+enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256, IN_PLACE_ROWS = 8 };
 
 struct attention { /* mirrored in library.py; strides count elements */
     const void *q, *k, *v; /* rows of heads * head_size */
@@ -72,35 +72,54 @@ static void load_queries(const struct attention *a, struct tile *tile, int64_t t
     memset(tile->out, 0, tile->width * tile->rows * sizeof(float));
 }
 
-/* Keys [first, first + count) of a sequence as float32; rows up to `padded` and columns up to the width are zero. */
-static void load_keys(const struct attention *a, struct tile *tile, int64_t sequence, int64_t group, int64_t first,
-                      int64_t count, int64_t padded) {
-    const int32_t *blocks = a->blocks + sequence * a->blocks_stride;
-    const enum dtype dtype = a->cache_dtype;
-    for (int64_t n = 0; n < padded; n++) {
-        float *k = tile->k + n * tile->width, *v = tile->v + n * PANEL;
-        if (n >= count) {
-            memset(k, 0, tile->width * sizeof(float));
-            for (int64_t i = 0; i < tile->width; i += PANEL) memset(v + i * TILE_KEYS, 0, PANEL * sizeof(float));
-            continue;
-        }
-        const int64_t position = first + n;
-        const int64_t slot = blocks[position / a->block_size] * a->block_size + position % a->block_size;
-        const int64_t at = (slot * a->kv_heads + group) * a->head_size;
-        for (int64_t i = 0; i < tile->width; i += 8) {
-            float *v_target = v + i / PANEL * PANEL * TILE_KEYS + i % PANEL;
-            if (i + 8 <= a->head_size) {
-                *(f32x8 *)(k + i) = load8(a->keys, dtype, at + i);
-                *(f32x8 *)v_target = load8(a->values, dtype, at + i);
-                continue;
-            }
-            for (int64_t j = 0; j < 8; j++) {
-                const int inside = i + j < a->head_size;
-                k[i + j] = inside ? load_one(a->keys, dtype, at + i + j) : 0.0f;
-                v_target[j] = inside ? load_one(a->values, dtype, at + i + j) : 0.0f;
-            }
+/* Where the cache row of one token and KV head begins, in elements. */
+INLINE int64_t cache_row(const struct attention *a, int64_t sequence, int64_t group, int64_t position) {
+    const uint32_t block_size = (uint32_t)a->block_size, at = (uint32_t)position; /* 64-bit division is slow */
+    const int64_t block = a->blocks[sequence * a->blocks_stride + at / block_size];
+    return ((block * a->block_size + at % block_size) * a->kv_heads + group) * a->head_size;
+}
+
+/* Asks for a tile's rows, which lie too far apart for the hardware to foresee, while the tile before is computed. */
+static void prefetch_keys(const struct attention *a, int64_t sequence, int64_t group, int64_t first, int64_t count) {
+    const int64_t line = a->cache_dtype == F32 ? 16 : 32;
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t row = cache_row(a, sequence, group, first + n);
+        for (int64_t i = 0; i < a->head_size; i += line) {
+            __builtin_prefetch(offset(a->keys, a->cache_dtype, row + i), 0, 2);
+            __builtin_prefetch(offset(a->values, a->cache_dtype, row + i), 0, 2);
         }
     }
+}
+
+/* One token's key or value as float32, `step` floats between the panels of the target; zero beyond the head. */
+INLINE void widen_head(const void *cache, enum dtype dtype, int64_t at, int64_t head_size, float *target,
+                       int64_t step) {
+    int64_t i = 0;
+    for (; i + PANEL <= head_size; i += PANEL, target += step) {
+        ((f32x8 *)target)[0] = load8(cache, dtype, at + i);
+        ((f32x8 *)target)[1] = load8(cache, dtype, at + i + 8);
+    }
+    if (i == head_size) return;
+    for (int64_t j = 0; j < PANEL; j++) target[j] = i + j < head_size ? load_one(cache, dtype, at + i + j) : 0.0f;
+}
+
+INLINE void load_rows(const struct attention *a, enum dtype dtype, struct tile *tile, int64_t sequence, int64_t group,
+                      int64_t first, int64_t count) {
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t at = cache_row(a, sequence, group, first + n);
+        widen_head(a->keys, dtype, at, a->head_size, tile->k + n * tile->width, PANEL);
+        widen_head(a->values, dtype, at, a->head_size, tile->v + n * PANEL, PANEL * TILE_KEYS);
+    }
+}
+
+/* Keys [first, first + count) of a sequence as float32; the rows up to `padded` are zero. */
+static void load_keys(const struct attention *a, struct tile *tile, int64_t sequence, int64_t group, int64_t first,
+                      int64_t count, int64_t padded) {
+    if (a->cache_dtype == F32) load_rows(a, F32, tile, sequence, group, first, count);
+    else load_rows(a, BF16, tile, sequence, group, first, count);
+    memset(tile->k + count * tile->width, 0, (padded - count) * tile->width * sizeof(float));
+    for (int64_t i = 0; i < tile->width; i += PANEL)
+        memset(tile->v + i * TILE_KEYS + count * PANEL, 0, (padded - count) * PANEL * sizeof(float));
 }
 
 typedef float f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
@@ -115,7 +134,15 @@ INLINE f32x4 sum_four(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
     return (f32x4){sums[0], sums[1], sums[2], sums[3]} + (f32x4){sums[4], sums[5], sums[6], sums[7]};
 }
 
-INLINE void score_rows(int rows, const float *q, const float *k, int64_t width, float *scores) {
+#ifdef __AVX2__
+#define IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#else
+#define IN_REGISTER(vector)
+#endif
+
+/* Scores of four keys, which begin at keys[at[0..3]]. */
+INLINE void score_rows(int rows, const float *q, const void *keys, enum dtype dtype, const int64_t *at, int64_t width,
+                       float *scores) {
     f32x8 sum[3][4];
 #pragma GCC unroll 3
     for (int r = 0; r < rows; r++)
@@ -124,7 +151,8 @@ INLINE void score_rows(int rows, const float *q, const float *k, int64_t width, 
     for (int64_t i = 0; i < width; i += 8) {
 #pragma GCC unroll 4
         for (int n = 0; n < 4; n++) {
-            f32x8 key = *(const f32x8 *)(k + n * width + i);
+            f32x8 key = load8(keys, dtype, at[n] + i);
+            IN_REGISTER(key); /* or gcc loads it again for every row */
 #pragma GCC unroll 3
             for (int r = 0; r < rows; r++) sum[r][n] += key * *(const f32x8 *)(q + r * width + i);
         }
@@ -134,14 +162,15 @@ INLINE void score_rows(int rows, const float *q, const float *k, int64_t width, 
         *(f32x4 *)(scores + r * TILE_KEYS) = sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
 }
 
-static void score(struct tile *tile, int64_t padded) {
+INLINE void score(struct tile *tile, const void *keys, enum dtype dtype, const int64_t *at, int64_t padded) {
+    const int64_t width = tile->width;
     for (int64_t n = 0; n < padded; n += 4) {
-        const float *k = tile->k + n * tile->width;
+        float *scores = tile->scores + n;
         int64_t r = 0;
         for (; r + 3 <= tile->rows; r += 3)
-            score_rows(3, tile->q + r * tile->width, k, tile->width, tile->scores + r * TILE_KEYS + n);
+            score_rows(3, tile->q + r * width, keys, dtype, at + n, width, scores + r * TILE_KEYS);
         for (; r < tile->rows; r++)
-            score_rows(1, tile->q + r * tile->width, k, tile->width, tile->scores + r * TILE_KEYS + n);
+            score_rows(1, tile->q + r * width, keys, dtype, at + n, width, scores + r * TILE_KEYS);
     }
 }
 
@@ -187,6 +216,41 @@ static void add_values(struct tile *tile, int64_t padded) {
     }
 }
 
+/* Two panels of `rows` rows, values straight from the cache; the same sums in the same order as add_values. */
+INLINE void add_cached_rows(int rows, const float *weights, const void *values, enum dtype dtype, const int64_t *at,
+                            int64_t column, int64_t padded, float *out, int64_t panel_step) {
+    f32x8 sum[3][4];
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) sum[r][c] = *(f32x8 *)(out + c / 2 * panel_step + r * PANEL + c % 2 * 8);
+    for (int64_t n = 0; n < padded; n++) {
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            f32x8 value = load8(values, dtype, at[n] + column + c * 8);
+#pragma GCC unroll 3
+            for (int r = 0; r < rows; r++) sum[r][c] += weights[r * TILE_KEYS + n] * value;
+        }
+    }
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) *(f32x8 *)(out + c / 2 * panel_step + r * PANEL + c % 2 * 8) = sum[r][c];
+}
+
+INLINE void add_cached_values(struct tile *tile, const void *values, enum dtype dtype, const int64_t *at,
+                              int64_t padded) {
+    for (int64_t i = 0; i < tile->width; i += 2 * PANEL) {
+        float *out = tile->out + i * tile->rows;
+        const int64_t step = PANEL * tile->rows;
+        int64_t r = 0;
+        for (; r + 3 <= tile->rows; r += 3)
+            add_cached_rows(3, tile->scores + r * TILE_KEYS, values, dtype, at, i, padded, out + r * PANEL, step);
+        for (; r < tile->rows; r++)
+            add_cached_rows(1, tile->scores + r * TILE_KEYS, values, dtype, at, i, padded, out + r * PANEL, step);
+    }
+}
+
 static void store_out(const struct attention *a, const struct tile *tile, int64_t token, int64_t group) {
     const int64_t per_group = a->heads / a->kv_heads;
     for (int64_t r = 0; r < tile->rows; r++) {
@@ -204,22 +268,50 @@ static void store_out(const struct attention *a, const struct tile *tile, int64_
     }
 }
 
+static void soften_all(struct tile *tile, int64_t per_group, int64_t first_visible, int64_t count, int64_t padded) {
+    for (int64_t r = 0; r < tile->rows; r++)
+        soften(tile, r, min64(count, first_visible + r / per_group), padded);
+}
+
+/* Few rows (a decode): reading the cache in place is cheaper than a float32 copy of the tile. */
+INLINE void attend_in_place(const struct attention *a, enum dtype dtype, struct tile *tile, int64_t sequence,
+                            int64_t group, int64_t first, int64_t count, int64_t first_visible) {
+    const int64_t padded = ceil_div(count, 8) * 8;
+    int64_t at[TILE_KEYS];
+    for (int64_t n = 0; n < padded; n++) /* padding keys are real ones whose weight is zero */
+        at[n] = cache_row(a, sequence, group, first + min64(n, count - 1));
+    score(tile, a->keys, dtype, at, padded);
+    soften_all(tile, a->heads / a->kv_heads, first_visible - first, count, padded);
+    add_cached_values(tile, a->values, dtype, at, padded);
+}
+
+static void attend_copy(const struct attention *a, struct tile *tile, int64_t sequence, int64_t group, int64_t first,
+                        int64_t count, int64_t first_visible) {
+    const int64_t padded = ceil_div(count, 8) * 8;
+    int64_t at[TILE_KEYS];
+    for (int64_t n = 0; n < padded; n++) at[n] = n * tile->width;
+    load_keys(a, tile, sequence, group, first, count, padded);
+    score(tile, tile->k, F32, at, padded);
+    soften_all(tile, a->heads / a->kv_heads, first_visible - first, count, padded);
+    add_values(tile, padded);
+}
+
 static void attend_tile(const struct attention *a, struct task task, int64_t group) {
     struct tile tile;
-    const int64_t start = a->query_starts[task.sequence];
+    const int64_t start = a->query_starts[task.sequence], sequence = task.sequence;
     const int64_t total = a->query_starts[task.sequence + 1] - start;
     const int64_t queries = min64(queries_per_task(a), total - task.first_query);
-    const int64_t per_group = a->heads / a->kv_heads;
-    /* keys that the first query sees */
-    const int64_t first_visible = a->lengths[task.sequence] - total + task.first_query + 1;
+    /* keys that the first query sees, and the last */
+    const int64_t visible = a->lengths[sequence] - total + task.first_query + 1, keys = visible + queries - 1;
+    prefetch_keys(a, sequence, group, 0, min64(TILE_KEYS, keys));
     load_queries(a, &tile, start + task.first_query, queries, group);
-    for (int64_t first = 0; first < first_visible + queries - 1; first += TILE_KEYS) {
-        const int64_t count = min64(TILE_KEYS, first_visible + queries - 1 - first), padded = ceil_div(count, 8) * 8;
-        load_keys(a, &tile, task.sequence, group, first, count, padded);
-        score(&tile, padded);
-        for (int64_t r = 0; r < tile.rows; r++)
-            soften(&tile, r, min64(count, first_visible + r / per_group - first), padded);
-        add_values(&tile, padded);
+    const int in_place = tile.rows <= IN_PLACE_ROWS && a->head_size % (2 * PANEL) == 0;
+    for (int64_t first = 0; first < keys; first += TILE_KEYS) {
+        const int64_t count = min64(TILE_KEYS, keys - first);
+        prefetch_keys(a, sequence, group, first + TILE_KEYS, min64(TILE_KEYS, keys - first - TILE_KEYS));
+        if (!in_place) attend_copy(a, &tile, sequence, group, first, count, visible);
+        else if (a->cache_dtype == F32) attend_in_place(a, F32, &tile, sequence, group, first, count, visible);
+        else attend_in_place(a, BF16, &tile, sequence, group, first, count, visible);
     }
     store_out(a, &tile, start + task.first_query, group);
 }
