@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,19 +37,21 @@ logger = logging.getLogger(__name__)
 
 
 class MediaHandle(Protocol):
-    """A request's claim on one media item: knows its identity always, its features when asked to."""
+    """A request's claim on one media item: its identity always, its features when asked for.
 
-    @property
-    def item(self) -> MediaItem:
-        """With `features` set while they are held."""
+    Unpinned features may be taken away when shared memory is short; they can be made again.
+    """
+
+    def pin(self) -> MediaItem:
+        """The item, with `features` if they are still held; then they stay until `release`."""
         ...
 
     async def materialize(self) -> MediaItem:
-        """Makes sure that the features are in shared memory. Raises MediaError."""
+        """The item with features, made again if need be, and pinned. Raises MediaError."""
         ...
 
     def release(self) -> None:
-        """Gives the features back; idempotent. `materialize` may be called again."""
+        """Gives the features back; idempotent. They may be pinned or materialised again."""
         ...
 
 
@@ -91,7 +93,7 @@ class Coordinator:
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    async def run(self, message: Generate, media: tuple[MediaHandle, ...]) -> AsyncIterator[Generated]:
+    async def run(self, message: Generate, media: tuple[MediaHandle, ...]) -> AsyncGenerator[Generated, None]:
         """Starts a request in the entry stage and yields its tokens until every sample has finished.
 
         Takes over `media`: released when the request is over. Closing the iterator aborts the request.
@@ -211,7 +213,7 @@ class Coordinator:
                 return
             case EmbeddingsNeeded(_, item_indices):
                 for index in item_indices:
-                    self._encode(request, index, request.media[index].item)
+                    self._encode(request, index, request.media[index].pin())
             case FeaturesNeeded(_, item_index):
                 self._spawn(request, self._encode_again(request, item_index))
             case Generated():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import torch
 
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaLimits
@@ -35,16 +36,19 @@ class PreprocessConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PlacedConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every GPU-able stage shares. `dtype` auto = the checkpoint's, or what the device runs fastest."""
+    """What every GPU-able stage shares. `devices` auto = the first GPU, else the CPU. `dtype` auto = the
+    checkpoint's."""
 
-    devices: tuple[str, ...] | str = ("cpu",)
+    devices: tuple[str, ...] | str = "auto"
     replicas: int = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory: int | str | float | None = None  # bytes, "2GiB", or a fraction of the device
 
     @property
     def device_list(self) -> tuple[str, ...]:
-        return (self.devices,) if isinstance(self.devices, str) else self.devices
+        devices = (self.devices,) if isinstance(self.devices, str) else self.devices
+        best = "cuda:0" if torch.cuda.is_available() else "cpu"
+        return tuple(best if device == "auto" else device for device in devices)
 
 
 class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,15 +59,18 @@ class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step."""
+    """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step.
+
+    Step bounds that are None follow the device: a GPU takes large steps, a CPU small ones.
+    """
 
     tensor_parallel: int = 1
     kv_memory: int | str | None = None
     block_size: int = 16
-    max_sequences: int = 64
-    max_step_tokens: int = 2048
-    max_step_visual_tokens: int = 2048
-    long_prefill_cap: int = 1024
+    max_sequences: int | None = None
+    max_step_tokens: int | None = None
+    max_step_visual_tokens: int | None = None
+    long_prefill_cap: int | None = None
     max_resident_embedding_tokens: int = 65536
     max_waiting_requests: int = 1024
     max_context: int | None = None  # below the model's own
@@ -71,6 +78,27 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_cache: bool = True
     overlap: bool = True
     kernels: Literal["auto", "reference", "native"] = "auto"
+
+
+class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a step, resolved."""
+
+    max_sequences: int
+    max_step_tokens: int
+    max_step_visual_tokens: int
+    long_prefill_cap: int
+
+
+def step_bounds(config: LMConfig) -> StepBounds:
+    on_gpu = config.device_list[0].startswith("cuda")
+    sequences = config.max_sequences or (256 if on_gpu else 32)
+    tokens = config.max_step_tokens or max(8192 if on_gpu else 512, sequences)
+    return StepBounds(
+        max_sequences=sequences,
+        max_step_tokens=tokens,
+        max_step_visual_tokens=config.max_step_visual_tokens or tokens,
+        long_prefill_cap=config.long_prefill_cap or tokens,
+    )
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +138,15 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return EdgeConfig(source=source, target=target)
 
 
+STEP_FIELDS = (
+    "block_size",
+    "max_sequences",
+    "max_step_tokens",
+    "max_step_visual_tokens",
+    "long_prefill_cap",
+    "max_resident_embedding_tokens",
+    "max_waiting_requests",
+)
 SECTIONS = ("preprocess", "limits", "server")
 
 
@@ -206,10 +243,12 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
     for name, stage in {**deployment.encoders, **deployment.lms}.items():
         _validate_placed(name, stage)
     for name, lm in deployment.lms.items():
-        _positive(f"stage.{name}", lm, ("block_size", "max_sequences", "max_step_tokens", "long_prefill_cap"))
-        if lm.max_step_tokens < lm.max_sequences:
+        _positive(f"stage.{name}", lm, STEP_FIELDS)
+        bounds = step_bounds(lm)
+        if bounds.max_step_tokens < bounds.max_sequences:
             raise DeploymentError(
-                f"stage.{name}.max_step_tokens: must be at least max_sequences ({lm.max_sequences})"
+                f"stage.{name}.max_step_tokens: {bounds.max_step_tokens} is below max_sequences,"
+                f" {bounds.max_sequences}"
             )
         if lm.tensor_parallel != 1:
             raise DeploymentError(f"stage.{name}.tensor_parallel: only 1 is supported by this version")
@@ -225,10 +264,13 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
 def _validate_placed(name: str, stage: PlacedConfig) -> None:
     if not stage.device_list:
         raise DeploymentError(f"stage.{name}.devices: at least one device")
-    for device in stage.device_list:
+    devices = (stage.devices,) if isinstance(stage.devices, str) else stage.devices
+    for device in devices:
         kind, _, index = device.partition(":")
-        if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-            raise DeploymentError(f"stage.{name}.devices: {device!r} is no device; want cpu, cuda or cuda:N")
+        if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
+            raise DeploymentError(
+                f"stage.{name}.devices: {device!r} is no device; want auto, cpu, cuda or cuda:N"
+            )
     if stage.replicas != 1:
         raise DeploymentError(f"stage.{name}.replicas: only 1 is supported by this version")
 
@@ -250,7 +292,7 @@ def _validate_workers(deployment: Deployment, pipeline: Pipeline) -> None:
 def _positive(where: str, config: Config, fields: tuple[str, ...]) -> None:
     for field in fields:
         value = msgspec.structs.asdict(config)[field]
-        if value <= 0:
+        if value is not None and value <= 0:
             raise DeploymentError(f"{where}.{field}: must be positive, is {value}")
 
 

@@ -21,9 +21,11 @@ from contracts.errors import OmnistageError
 from contracts.messages import FromStage
 from encoder_pool.pool import EncoderPool
 from lm_engine.engine import LMEngine
+from model_families.census import WeightCensus, take_census
 from model_families.family import Family
 from model_families.registry import open_family
-from preprocess.service import Preprocessor
+from preprocess.pool import PoolConfig
+from preprocess.service import Preprocessor, PreprocessorConfig
 from stages.build import build_encoder_pool, build_lm_engine
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment, load_deployment, num_cores, parse_bytes
@@ -63,18 +65,18 @@ def make_plan(options: ServeOptions) -> Plan:
     family = open_family(folder)
     family.pipeline.validate()
     deployment = load_deployment(family.pipeline, options.deployment, _overrides(options, family))
+    census = take_census(folder)
     context_length = family.context_length
     plans = []
     for name, lm in deployment.lms.items():
         context_length = min(context_length, lm.max_context or context_length)
-        dtype = resolve_dtype(lm.dtype, lm.device_list[0], family)
-        plans.append(
-            plan_lm(name, lm, family.decoder_config, family.num_decoder_elements(), dtype, context_length)
-        )
+        dtype = resolve_dtype(lm.dtype, lm.device_list[0], census)
+        elements = census.decoder_elements
+        plans.append(plan_lm(name, lm, family.decoder_config, elements, dtype, context_length))
     for name, encoder in deployment.encoders.items():
-        dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], family)
+        dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], census)
         width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, encoder, family.num_encoder_elements(), dtype, width))
+        plans.append(plan_encoder(name, encoder, census.encoder_elements, dtype, width))
     check_plan(plans)
     return Plan(folder, family, deployment, context_length, tuple(plans))
 
@@ -102,14 +104,14 @@ def _overrides(options: ServeOptions, family: Family) -> tuple[str, ...]:
     return (*flags, *options.overrides)
 
 
-def resolve_dtype(choice: str, device: str, family: Family) -> torch.dtype:
+def resolve_dtype(choice: str, device: str, census: WeightCensus) -> torch.dtype:
     """auto: the checkpoint's own dtype, but never float16 on a CPU."""
     if choice != "auto":
         dtype: torch.dtype = getattr(torch, choice)
         return dtype
-    if device == "cpu" and family.checkpoint_dtype == torch.float16:
+    if device == "cpu" and census.dtype == torch.float16:
         return torch.float32
-    return family.checkpoint_dtype
+    return census.dtype
 
 
 def plan_text(options: ServeOptions) -> str:
@@ -140,8 +142,8 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
         preprocessor = None
         if plan.family.image_spec is not None:
             preprocessor = _make_preprocessor(plan.deployment)
-            await preprocessor.start()
             stack.push_async_callback(preprocessor.close)
+            await preprocessor.start()
         inbox: Mailbox[FromStage] = Mailbox()
         inbox.bind()
         worker = LocalWorker(_make_shells(plan, inbox, preprocessor))
@@ -165,15 +167,14 @@ def _share_threads(deployment: Deployment) -> None:
 
 def _make_preprocessor(deployment: Deployment) -> Preprocessor:
     config = deployment.preprocess
-    return Preprocessor.create(
-        limits=deployment.limits,
-        digester=Digester.random(config.digest),
+    pool = PoolConfig(
         num_workers=config.workers or max(1, num_cores() - 1),
+        digester=Digester.random(config.digest),
+        limits=deployment.limits,
         max_queued_jobs=config.max_queued_jobs,
         arena_bytes=parse_bytes(config.arena_bytes, "preprocess.arena_bytes"),
-        index_items=config.index_items,
-        auto_max_pixels=config.auto_max_pixels,
     )
+    return Preprocessor(PreprocessorConfig(pool=pool, index_capacity=config.index_items))
 
 
 def _make_shells(
@@ -195,7 +196,7 @@ def _make_shells(
     shells = []
     for name in plan.deployment.encoders:
         assert preprocessor is not None
-        logic = _encoder_logic(plan, name, preprocessor.view)
+        logic = _encoder_logic(plan, name, preprocessor.pool.arena.view)
         shells.append(StageShell(name, logic, emit, senders.get(name), receivers.get(name, ())))
     for name in plan.deployment.lms:
         shells.append(

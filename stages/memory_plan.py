@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lm_engine.model import DecoderConfig
-from stages.deployment import DeploymentError, EncoderConfig, LMConfig, PlacedConfig, parse_bytes
+from stages.deployment import DeploymentError, EncoderConfig, LMConfig, PlacedConfig, parse_bytes, step_bounds
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -60,8 +60,9 @@ def plan_lm(
     it."""
     device = config.device_list[0]
     weights = weight_elements * dtype.itemsize
-    logits = config.max_sequences * decoder.vocab_size * 4
-    hidden = config.max_step_tokens * max(decoder.intermediate_size * 2, decoder.hidden_size * 4) * 4
+    bounds = step_bounds(config)
+    logits = bounds.max_sequences * decoder.vocab_size * 4
+    hidden = bounds.max_step_tokens * max(decoder.intermediate_size * 2, decoder.hidden_size * 4) * 4
     if config.kv_memory is not None:
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
     else:
@@ -76,7 +77,7 @@ def default_kv_bytes(
     free."""
     device = config.device_list[0]
     per_token = decoder.kv_bytes_per_token(dtype)
-    wanted = per_token * max(context, config.max_sequences * context // 4)
+    wanted = per_token * max(context, step_bounds(config).max_sequences * context // 4)
     limit = stage_limit(name, config, device)
     room = limit - other if limit is not None else int(device_bytes(device) * 0.4)
     return max(min(wanted, room), 0)

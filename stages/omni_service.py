@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -23,9 +23,10 @@ from contracts.messages import Generate, Generated, IntegrityReport
 from contracts.params import SamplingParams
 from model_families.family import Family
 from model_families.text import ChatTokenizer
-from preprocess.service import Preprocessor, ResolvedMedia
+from preprocess.service import Preprocessor
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment
+from stages.media_claims import ClaimRegistry, MediaClaim
 from stages.service import (
     UNLIMITED,
     Event,
@@ -38,28 +39,6 @@ from stages.service import (
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
-
-
-class MediaClaim:
-    """A resolved item as the coordinator needs it: features are materialised on demand, released once."""
-
-    def __init__(self, preprocessor: Preprocessor, resolved: ResolvedMedia) -> None:
-        self._preprocessor = preprocessor
-        self._resolved = resolved
-        self._materializing: asyncio.Lock = asyncio.Lock()
-
-    @property
-    def item(self) -> MediaItem:
-        return self._resolved.item
-
-    async def materialize(self) -> MediaItem:
-        async with self._materializing:
-            if self._resolved.item.features is None:
-                await self._preprocessor.materialize(self._resolved)
-            return self._resolved.item
-
-    def release(self) -> None:
-        self._resolved.release()
 
 
 class OmniService:
@@ -80,12 +59,13 @@ class OmniService:
         self._deployment = deployment
         self._coordinator = coordinator
         self._preprocessor = preprocessor
+        self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
         self._context_length = context_length
         self._num_open = 0
 
     # --- generation -------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """See `stages.service.Service.generate`."""
         bound = self._deployment.server.max_requests
         if self._num_open >= bound:
@@ -110,7 +90,7 @@ class OmniService:
         finally:
             self._num_open -= 1
 
-    async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         claims = await self._resolve(request.input)
         try:
             prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
@@ -142,18 +122,30 @@ class OmniService:
         sources = given.media() if isinstance(given, Conversation) else []
         if not sources:
             return []
-        preprocessor = self._preprocessor_for(sources)
-        spec = self._family.image_spec
-        assert spec is not None
-        tasks = [asyncio.create_task(preprocessor.resolve(source, spec)) for source in sources]
+        self._check_sources(sources)
+        tasks = [asyncio.create_task(self._claim(source)) for source in sources]
         try:
-            resolved = await asyncio.gather(*tasks)
+            return list(await asyncio.gather(*tasks))
         except BaseException:
             await _cancel_and_release(tasks)
             raise
-        return [MediaClaim(preprocessor, item) for item in resolved]
 
-    def _preprocessor_for(self, sources: Sequence[MediaSource]) -> Preprocessor:
+    async def _claim(self, source: MediaSource) -> MediaClaim:
+        """A claim of its own as soon as the item is resolved, so that a full arena may take features back."""
+        spec = self._family.image_spec
+        assert self._preprocessor is not None
+        assert self._claims is not None
+        assert spec is not None
+        return self._claims.claim(await self._preprocessor.resolve(source, spec, self._auto_max_pixels()))
+
+    def _auto_max_pixels(self) -> int | None:
+        """The declared load policy: above half of `server.max_requests`, `detail: auto` gets the lower
+        cap."""
+        cap = self._deployment.preprocess.auto_max_pixels
+        loaded = self._num_open * 2 > self._deployment.server.max_requests
+        return cap if loaded else None
+
+    def _check_sources(self, sources: Sequence[MediaSource]) -> None:
         limit = self._deployment.limits.max_items_per_request
         if len(sources) > limit:
             raise BadRequest(
@@ -169,8 +161,6 @@ class OmniService:
                     param=source.param,
                     code="unsupported_modality",
                 )
-        assert self._preprocessor is not None
-        return self._preprocessor
 
     async def _build_prompt(
         self, given: Conversation | str | tuple[int, ...], items: list[MediaItem]
@@ -245,7 +235,7 @@ class OmniService:
 
     async def reset_cache(self) -> None:
         if self._preprocessor is not None:
-            self._preprocessor.reset_cache()
+            self._preprocessor.index.clear()
         await self._coordinator.reset_cache()
 
     async def check_integrity(self) -> tuple[IntegrityReport, ...]:
@@ -256,7 +246,7 @@ class OmniService:
         return reports
 
 
-async def _cancel_and_release(tasks: Sequence[asyncio.Task[ResolvedMedia]]) -> None:
+async def _cancel_and_release(tasks: Sequence[asyncio.Task[MediaClaim]]) -> None:
     """One item failed: the others are cancelled, and what was already resolved gives its features back."""
     for task in tasks:
         task.cancel()

@@ -47,8 +47,7 @@ class FakeMedia:
     def __post_init__(self) -> None:
         self.held = not self.known_only
 
-    @property
-    def item(self) -> MediaItem:
+    def pin(self) -> MediaItem:
         digest = ContentDigest(b"0" * 16)
         return MediaItem(
             modality="image",
@@ -65,7 +64,7 @@ class FakeMedia:
         if self.error is not None:
             raise self.error
         self.held = True
-        return self.item
+        return self.pin()
 
     def release(self) -> None:
         self.held = False

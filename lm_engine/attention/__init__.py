@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: the plain path and the faster ones beside it."""
