@@ -105,6 +105,7 @@ class DecoderModel(Protocol):
     config: DecoderConfig
     dtype: torch.dtype
     device: torch.device
+    attention: AttentionBackend  # the one its kernels go with
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """[T] int64 → [T, H]."""
@@ -119,7 +120,8 @@ class DecoderModel(Protocol):
         metadata: AttentionMetadata,
         deepstack_KTH: Tensor | None = None,
     ) -> Tensor:
-        """Final-norm hidden states [T, H]. `deepstack_KTH`: zero where a token is no visual token."""
+        """Final-norm hidden states [T, H]. Spends `hidden_TH`. `deepstack_KTH`: zero where a token is no
+        visual token."""
         ...
 
     def logits(self, hidden_RH: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class ReferenceKernels:
         assert qkv_TX.shape[-1] == heads.width
         heads_TXD = qkv_TX.view(qkv_TX.shape[0], -1, heads.head_dim)
         counts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        q_TND, k_TGD, v_TGD = heads_TXD.split(counts, dim=1)
+        q_TND, k_TGD, v_TGD = torch.split(heads_TXD, counts, dim=1)
         if norm is not None:
             q_TND = self.rms_norm(q_TND, norm.query_weight_D, norm.eps)
             k_TGD = self.rms_norm(k_TGD, norm.key_weight_D, norm.eps)

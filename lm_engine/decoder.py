@@ -1,0 +1,131 @@
+"""The one decoder: Llama, Qwen2, Qwen3 and the text halves of the Qwen-VL families, by configuration.
+
+Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lm_engine.layers.kernels import HeadShape, Kernels, Linear, QKNorm
+from lm_engine.layers.rope import RotaryEmbedding
+from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
+
+
+class WeightSource(Protocol):
+    """Where a decoder's weights come from, under our names: `embed.weight`, `norm.weight`, `lm_head.weight`
+    and, per layer, `layers.<i>.` with `input_norm`, `q`, `k`, `v`, `o`, `q_norm`, `k_norm`, `post_norm`,
+    `gate`, `up`, `down`."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor on `device` in `dtype`; the caller owns it. Raises EngineError when absent or
+        mis-shaped."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer, fused where one input feeds several projections."""
+
+    input_norm_H: Tensor
+    qkv: Linear
+    qk_norm: QKNorm | None
+    output: Linear
+    post_norm_H: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Implements `DecoderModel`. Read-only once built."""
+
+    def __init__(self, config: DecoderConfig, source: WeightSource, kernels: Kernels) -> None:
+        self.config = config
+        self.device, self.dtype = source.device, source.dtype
+        self.kernels = kernels
+        self.attention = kernels.attention
+        self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self.rotary = RotaryEmbedding(config.rope, self.device)
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embedding_VH = source.take("embed.weight", vocabulary)
+        self.layers = [_load_layer(config, source, kernels, index) for index in range(config.num_layers)]
+        self.norm_H = source.take("norm.weight", (config.hidden_size,))
+        head_VH = self.embedding_VH if config.tie_embeddings else source.take("lm_head.weight", vocabulary)
+        self.head = kernels.pack_linear(head_VH, float32_output=True)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return functional.embedding(token_ids_T, self.embedding_VH)
+
+    def forward(
+        self,
+        hidden_TH: Tensor,
+        positions_AT: Tensor,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        metadata: AttentionMetadata,
+        deepstack_KTH: Tensor | None = None,
+    ) -> Tensor:
+        """Spends `hidden_TH`: it carries the residual stream."""
+        kernels, eps = self.kernels, self.config.rms_norm_eps
+        num_deepstack = 0 if deepstack_KTH is None else deepstack_KTH.shape[0]
+        assert num_deepstack <= len(self.layers)
+        cos_TP, sin_TP = self.rotary(positions_AT)
+        residual_TH = hidden_TH
+        normed_TH = kernels.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
+        for index, layer in enumerate(self.layers):
+            qkv_TX = layer.qkv(normed_TH)
+            q_TND, k_TGD, v_TGD = kernels.split_rope(qkv_TX, self.heads, cos_TP, sin_TP, layer.qk_norm)
+            attended_TND = attention.attend(q_TND, k_TGD, v_TGD, kv, index, metadata)
+            mixed_TH = layer.output(attended_TND.flatten(1))
+            normed_TH, residual_TH = kernels.add_rms_norm(mixed_TH, residual_TH, layer.post_norm_H, eps)
+            delta_TH = layer.down(kernels.silu_mul(layer.gate_up(normed_TH)))
+            if deepstack_KTH is not None and index < num_deepstack:
+                delta_TH += deepstack_KTH[index]
+            is_last = index + 1 == len(self.layers)
+            next_norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
+            normed_TH, residual_TH = kernels.add_rms_norm(delta_TH, residual_TH, next_norm_H, eps)
+        return normed_TH
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        return self.head(hidden_RH)
+
+
+def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, index: int) -> DecoderLayer:
+    hidden, prefix = config.hidden_size, f"layers.{index}."
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def fused(parts: dict[str, int], num_inputs: int, bias: bool) -> Linear:
+        """Projections of one input, rows stacked in the order of `parts` (name → outputs)."""
+        weights = [source.take(f"{prefix}{name}.weight", (size, num_inputs)) for name, size in parts.items()]
+        biases = (
+            [source.take(f"{prefix}{name}.bias", (size,)) for name, size in parts.items()] if bias else []
+        )
+        if len(parts) == 1:
+            return kernels.pack_linear(weights[0], biases[0] if biases else None)
+        return kernels.pack_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def norm(name: str, size: int) -> Tensor:
+        return source.take(f"{prefix}{name}.weight", (size,))
+
+    qk_norm = None
+    if config.qk_norm:
+        q_norm_D, k_norm_D = norm("q_norm", config.head_dim), norm("k_norm", config.head_dim)
+        qk_norm = QKNorm(q_norm_D, k_norm_D, config.rms_norm_eps)
+    intermediate = config.intermediate_size
+    return DecoderLayer(
+        input_norm_H=norm("input_norm", hidden),
+        qkv=fused({"q": q_width, "k": kv_width, "v": kv_width}, hidden, config.qkv_bias),
+        qk_norm=qk_norm,
+        output=fused({"o": hidden}, q_width, config.output_bias),
+        post_norm_H=norm("post_norm", hidden),
+        gate_up=fused({"gate": intermediate, "up": intermediate}, hidden, bias=False),
+        down=fused({"down": hidden}, intermediate, bias=False),
+    )

@@ -1,0 +1,12 @@
+"""Llama: config.json → the decoder's configuration."""
+
+from __future__ import annotations
+
+from lm_engine.model import DecoderConfig
+from model_families.text_config import CheckpointConfig, FamilyDefaults, build_decoder_config
+
+DEFAULTS = FamilyDefaults(max_position=2048)
+
+
+def decoder_config(config: CheckpointConfig) -> DecoderConfig:
+    return build_decoder_config(config, DEFAULTS)

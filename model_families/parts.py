@@ -1,0 +1,41 @@
+"""The parts of one family, as its folder declares them and the registry opens them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from contracts.media import Modality
+from contracts.pipeline import Pipeline
+from contracts.specs import ImageSpec
+from encoder_pool.model import EncoderModel
+from lm_engine.model import DecoderConfig
+from model_families.decoder_weights import TextName
+from model_families.processing import Processor
+
+
+class LoadEncoder(Protocol):
+    def __call__(
+        self, folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype
+    ) -> EncoderModel: ...
+
+
+@dataclass(frozen=True)
+class FamilyParts:
+    """`architectures`: names in config.json that stand for the family when its `model_type` does not."""
+
+    pipeline: Pipeline
+    architectures: tuple[str, ...]
+    open_processor: Callable[[Path], Processor]
+    read_decoder_config: Callable[[Path], DecoderConfig]
+    text_name: TextName
+    load_encoder: LoadEncoder | None = None
+    placeholders: Mapping[Modality, str] = field(default_factory=dict)  # for string-only templates
+
+    @property
+    def name(self) -> str:
+        return self.pipeline.name

@@ -1,0 +1,92 @@
+"""Qwen2.5-VL's vision tower: attention inside windows, and inside whole frames in a few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from contracts.specs import ImageSpec
+from encoder_pool.model import EncoderModel
+from model_families.checkpoint import read_config
+from model_families.qwen2_5_vl.vision_weights import vision_name
+from model_families.vision.attention import PackedAttention, select_attention
+from model_families.vision.config import VisionConfig, require_activation
+from model_families.vision.encoder import VisionTower
+from model_families.vision.layers import NORM_EPS, Block, GatedMlp, Merger, PackedSelfAttention
+from model_families.vision.loading import load_vision_encoder
+from model_families.vision.packing import Grid, Segments, pack_grids, window_order
+from model_families.vision.rotary import axial_rotation
+
+
+class Qwen25VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
+    depth: int = 32
+    num_heads: int = 16
+    hidden_act: str = "silu"
+    hidden_size: int = 3584
+    intermediate_size: int = 3420
+    out_hidden_size: int = 3584
+    window_size: int = 112  # pixels
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+    @property
+    def window_units(self) -> int:
+        return self.window_size // self.spatial_merge_size // self.patch_size
+
+
+class Qwen25VLConfig(msgspec.Struct, frozen=True):
+    vision_config: Qwen25VLVisionConfig = Qwen25VLVisionConfig()
+
+
+class Qwen25VLTower(VisionTower):
+    def __init__(self, config: Qwen25VLVisionConfig, attention: PackedAttention) -> None:
+        super().__init__()
+        require_activation(config, "silu")
+        self.config = config
+        self.embedding_width = config.out_hidden_size
+        width = config.hidden_size
+        self.patch_embed = nn.Linear(config.patch_width, width, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(
+                nn.RMSNorm(width, eps=NORM_EPS),
+                PackedSelfAttention(width, config.num_heads, attention),
+                nn.RMSNorm(width, eps=NORM_EPS),
+                GatedMlp(width, config.intermediate_size, functional.silu),
+            )
+            for _ in range(config.depth)
+        )
+        norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.merger = Merger(norm, width, config.spatial_merge_size, config.out_hidden_size, norm_block=False)
+
+    def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
+        config, device = self.config, patches_NW.device
+        merge_unit = config.spatial_merge_size**2
+        grid = pack_grids(grids, config.spatial_merge_size)
+        order_U, window_lengths = window_order(grid, config.window_units)
+        # Whole merge blocks move, so frames stay contiguous and their segments the same.
+        order_N = torch.from_numpy((order_U[:, None] * merge_unit + np.arange(merge_unit)).reshape(-1)).to(
+            device
+        )
+        frames, windows = Segments(grid.frame_lengths_F, device), Segments(window_lengths, device)
+        rotation = axial_rotation(grid, config.hidden_size // config.num_heads, config.rope_theta, device)
+        rotation = rotation.reorder(order_N)
+        x = self.patch_embed(patches_NW[order_N])
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotation, frames if index in config.fullatt_block_indexes else windows)
+        windowed: Tensor = self.merger(x)
+        tokens = torch.empty_like(windowed)
+        tokens[torch.from_numpy(order_U).to(device)] = windowed
+        return tokens
+
+
+def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+    config = read_config(folder, Qwen25VLConfig).vision_config
+    attention = select_attention(device, dtype, config.hidden_size // config.num_heads)
+    with torch.device("meta"):
+        tower = Qwen25VLTower(config, attention)
+    return load_vision_encoder("qwen2_5_vl", folder, tower, config, spec, vision_name, device, dtype)

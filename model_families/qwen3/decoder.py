@@ -1,0 +1,12 @@
+"""Qwen3, dense: config.json → the decoder's configuration."""
+
+from __future__ import annotations
+
+from lm_engine.model import DecoderConfig
+from model_families.text_config import CheckpointConfig, FamilyDefaults, build_decoder_config
+
+DEFAULTS = FamilyDefaults(head_dim=128, qk_norm=True)
+
+
+def decoder_config(config: CheckpointConfig) -> DecoderConfig:
+    return build_decoder_config(config, DEFAULTS)

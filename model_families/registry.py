@@ -1,0 +1,141 @@
+"""Which family serves a checkpoint folder, and the folder opened as that family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from contracts.errors import BadRequest, EngineError
+from contracts.media import MediaItem, Prompt
+from contracts.pipeline import Pipeline
+from contracts.specs import ImageSpec
+from encoder_pool.model import EncoderModel
+from lm_engine.model import DecoderConfig, DecoderModel, Kernels
+from model_families import decoder_weights
+from model_families.checkpoint import CONFIG_FILE, Checkpoint, checkpoint_error, read_config
+from model_families.family import Family
+from model_families.llama.parts import PARTS as LLAMA
+from model_families.parts import FamilyParts
+from model_families.processing import Processor
+from model_families.qwen2.parts import PARTS as QWEN2
+from model_families.qwen2_5_vl.parts import PARTS as QWEN2_5_VL
+from model_families.qwen2_vl.parts import PARTS as QWEN2_VL
+from model_families.qwen3.parts import PARTS as QWEN3
+from model_families.qwen3_vl.parts import PARTS as QWEN3_VL
+from model_families.text import ChatTokenizer, HFChatTokenizer
+
+FAMILIES = {parts.name: parts for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
+GENERATION_FILE = "generation_config.json"
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    model_type: str = ""
+    architectures: tuple[str, ...] | None = None
+
+
+class _EndTokens(msgspec.Struct, frozen=True):
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        found = self.eos_token_id
+        return (found,) if isinstance(found, int) else found or ()
+
+
+class _ConfigEndTokens(_EndTokens, frozen=True):
+    text_config: _EndTokens = _EndTokens()
+
+
+@dataclass(eq=False)
+class OpenFamily:
+    """A Family made of its folder's parts; see `Family` for the contracts."""
+
+    name: str
+    pipeline: Pipeline
+    tokenizer: ChatTokenizer
+    decoder_config: DecoderConfig
+    image_spec: ImageSpec | None
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    folder: Path
+    parts: FamilyParts
+    processor: Processor
+
+    def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
+        return self.processor.layout(token_ids, items)
+
+    def positions(self, prompt: Prompt) -> tuple[np.ndarray, int]:
+        return self.processor.positions(prompt)
+
+    def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+        if self.parts.load_encoder is None or self.image_spec is None:
+            raise EngineError(f"family {self.name} has no encoder")
+        return self.parts.load_encoder(self.folder, self.image_spec, device, dtype)
+
+    def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel:
+        with Checkpoint(self.folder) as checkpoint:
+            return decoder_weights.load_decoder(
+                checkpoint,
+                self.decoder_config,
+                self.parts.text_name,
+                device=device,
+                dtype=dtype,
+                kernels=kernels,
+            )
+
+
+def open_family(folder: Path) -> Family:
+    """Reads the configuration, the tokenizer and the template; no weight.
+
+    Raises BadRequest for a model of no supported family, EngineError for a folder that contradicts itself.
+    """
+    parts = _parts_of(folder)
+    parts.pipeline.validate()
+    processor = parts.open_processor(folder)
+    decoder_config = parts.read_decoder_config(folder)
+    return OpenFamily(
+        name=parts.name,
+        pipeline=parts.pipeline,
+        tokenizer=HFChatTokenizer(folder, parts.placeholders),
+        decoder_config=decoder_config,
+        image_spec=processor.image_spec,
+        context_length=decoder_config.max_position,
+        eos_token_ids=_end_tokens(folder),
+        folder=folder,
+        parts=parts,
+        processor=processor,
+    )
+
+
+def _parts_of(folder: Path) -> FamilyParts:
+    identity = read_config(folder, _Identity)
+    if identity.model_type in FAMILIES:
+        return FAMILIES[identity.model_type]
+    for parts in FAMILIES.values():
+        if set(parts.architectures) & set(identity.architectures or ()):
+            return parts
+    supported = ", ".join(FAMILIES)
+    raise BadRequest(
+        f"model type {identity.model_type!r} of {folder.name} is not supported; supported: {supported}",
+        param="model",
+        code="unsupported_model",
+    )
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """Of generation_config.json, and only where it names none of config.json, as transformers does."""
+    path = folder / GENERATION_FILE
+    if path.exists():
+        try:
+            if ids := msgspec.json.decode(path.read_bytes(), type=_EndTokens).ids:
+                return ids
+        except msgspec.DecodeError as error:
+            raise checkpoint_error(f"{path}: {error}") from error
+    config = read_config(folder, _ConfigEndTokens)
+    if ids := config.ids or config.text_config.ids:
+        return ids
+    raise checkpoint_error(f"neither {GENERATION_FILE} nor {CONFIG_FILE} names an eos_token_id")

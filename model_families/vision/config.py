@@ -1,0 +1,51 @@
+"""The vision half of a Qwen-VL config.json, as far as the families agree."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from model_families.checkpoint import checkpoint_error
+
+
+class AxialRope(msgspec.Struct, frozen=True):
+    rope_theta: float = 10_000.0
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What preprocessing and every tower need; a family's own config adds to it."""
+
+    depth: int
+    num_heads: int
+    hidden_act: str
+    patch_size: int = 14
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    in_channels: int = 3
+    rope_parameters: AxialRope | None = None
+
+    @property
+    def rope_theta(self) -> float:
+        return (self.rope_parameters or AxialRope()).rope_theta
+
+    @property
+    def patch_width(self) -> int:
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+V = TypeVar("V", bound=VisionConfig)
+
+
+def require_activation(config: VisionConfig, supported: str) -> None:
+    if config.hidden_act != supported:
+        raise checkpoint_error(
+            f"vision hidden_act {config.hidden_act!r} is not supported; only {supported} is"
+        )
+
+
+class MediaTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Placeholder ids of config.json."""
+
+    image_token_id: int = 151655
+    video_token_id: int = 151656

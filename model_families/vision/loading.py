@@ -1,0 +1,41 @@
+"""A family's tower with its weights, as the encoder pool drives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+
+from contracts.specs import ImageSpec
+from model_families.checkpoint import Checkpoint
+from model_families.vision.config import VisionConfig
+from model_families.vision.encoder import VisionEncoder, VisionTower
+from model_families.vision.weights import VisionName, load_tower
+
+
+def load_vision_encoder(
+    family: str,
+    folder: Path,
+    tower: VisionTower,
+    config: VisionConfig,
+    spec: ImageSpec,
+    vision_name: VisionName,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> VisionEncoder:
+    """`tower` was built on the meta device. Raises EngineError when the checkpoint does not fit it."""
+    with Checkpoint(folder) as checkpoint:
+        fingerprint = load_tower(checkpoint, tower, vision_name, device, dtype)
+    parts = (msgspec.json.encode(config), spec.key().encode(), fingerprint.encode(), str(dtype).encode())
+    return VisionEncoder(tower, spec, _encoder_id(family, parts), device, dtype)
+
+
+def _encoder_id(family: str, parts: tuple[bytes, ...]) -> str:
+    """Equal for two encoders only if they map equal pixels to equal embeddings."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return f"{family}-{digest.hexdigest()}"
