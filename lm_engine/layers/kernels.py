@@ -1,22 +1,16 @@
-"""The seam between a decoder and the code that computes its layers; selection by name.
+"""The seam between a decoder and the code that computes its layers.
 
 Shapes: T tokens, I inputs and O outputs of a linear, N query heads, G KV heads, D head size, P = D/2.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from contracts.errors import EngineError
 from lm_engine.model import AttentionBackend
-from lm_engine.model import Kernels as KernelChoice
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,22 +83,3 @@ class Kernels(Protocol):
         already scaled. The results may be views of `qkv_TX`, which is spent.
         """
         ...
-
-
-def select_kernels(choice: KernelChoice, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """`auto` takes the fastest that supports the device and dtype. Raises EngineError when a named one
-    cannot run here."""
-    from lm_engine.layers.reference import ReferenceKernels
-
-    if choice == "reference":
-        return ReferenceKernels()
-    from lm_engine.native import native_kernels
-    from lm_engine.native.library import Unavailable
-
-    native = native_kernels(device, dtype)
-    if not isinstance(native, Unavailable):
-        return native
-    if choice == "native":
-        raise EngineError(f"{native.reason}; use kernels = 'reference'")
-    logger.info("reference kernels: %s", native.reason)
-    return ReferenceKernels()
