@@ -6,9 +6,11 @@ Shapes: T tokens of the step, A position axes (1 = RoPE, 3 = M-RoPE), L tokens o
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
 from contracts.messages import TokenLogprobs
@@ -25,6 +27,7 @@ class Admission:
     `token_ids` is the prompt followed by tokens generated earlier (after preemption or on replay), the first
     `num_prompt_tokens` of it are the prompt. `positions_AL` covers the prompt; the token at index
     i ≥ num_prompt_tokens has position `i + position_delta` on every axis. `seed` is the sample's own.
+    `stop_token_ids` may not be drawn as one of the first `sampling.min_tokens` generated tokens.
     """
 
     slot: int
@@ -35,10 +38,10 @@ class Admission:
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]  # blocks it starts with (prefix hits and the first chunk's)
+    stop_token_ids: tuple[int, ...] = ()  # all that end it, forbidden until `sampling.min_tokens` are out
 
 
-@dataclass(frozen=True)
-class SequenceStep:
+class SequenceStep(msgspec.Struct, frozen=True, gc=False):  # a struct: hundreds are built every step
     """Compute `num_tokens` tokens of `slot` from index `start`; `new_block_ids` are appended to its block
     table first.
 
@@ -73,7 +76,7 @@ class SpanPiece:
 @dataclass(frozen=True)
 class StepPlan:
     """Order of effects: release slots, admit, copy blocks (source → target), append blocks, compute,
-    sample."""
+    sample. A released slot may be unknown to the runner when the plan that admitted it failed."""
 
     step_id: int
     released_slots: tuple[int, ...]
@@ -87,8 +90,7 @@ class StepPlan:
         return sum(s.num_tokens for s in self.sequences)
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     slot: int
     token_id: int
     logprobs: TokenLogprobs | None  # when the sequence asked for them
@@ -96,7 +98,25 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`sampled` has one entry per sequence with `samples`, in plan order."""
+    """`sampled` has one entry per sequence with `samples`, in plan order.
+
+    `failed_slots`: those whose logits were not finite; their token is meaningless and their request fails.
+    """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
+    failed_slots: tuple[int, ...] = ()
+
+
+class Runner(Protocol):
+    """Runs plans one after another, in the order submitted, on a thread of its own.
+
+    A plan may be submitted before the result of the one before it is known. A step that fails sets the
+    exception on its future and leaves the runner able to run later plans.
+    """
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]: ...
+
+    def close(self) -> None:
+        """Waits for the running step; later ones may be dropped. Idempotent."""
+        ...

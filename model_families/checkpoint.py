@@ -20,9 +20,13 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 
 class _TensorSlice(Protocol):
     def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
 
 
 class _TensorFile(Protocol):
@@ -79,6 +83,14 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As stored. Raises EngineError for one that no model here uses."""
+        stored = self._file(name).get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise checkpoint_error(f"tensor {name} is stored as {stored}; supported: {known}")
+        return _DTYPES[stored]
 
     def tensor(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -72,7 +72,7 @@ class Service(Protocol):
     card: ModelCard
     tokenizer: ChatTokenizer
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Yields PromptReady, then Tokens until every sample has a finish_reason.
 
         Raises OmnistageError: before PromptReady for bad input or a full queue, later for a failed stage.
@@ -91,6 +91,10 @@ class Service(Protocol):
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Latest counters and gauges by stage (see contracts.messages.StageStats)."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns when no stage holds anything of any request."""
         ...
 
     async def reset_cache(self) -> None: ...

@@ -1,17 +1,22 @@
 """Attention over the paged KV cache in torch operations: one sequence at a time, and batched.
 
-Shapes: T tokens of the step, N query heads, G KV heads, D head size, R sequences, Q query rows, L keys.
+Shapes: T tokens of the step, N query heads, G KV heads, H = N/G heads of a group, D head size, R sequences,
+Q query rows, X = H · Q, L keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.transfer import to_device
 
-MAX_BATCHED_QUERIES = 16  # longest chunk whose padding is cheaper than a launch of its own
+MAX_PADDED_QUERIES = 16  # longest chunk whose padding is cheaper than a call of its own
 
 
 def write_kv(k_TGD: Tensor, v_TGD: Tensor, kv: PagedKV, layer: int, metadata: AttentionMetadata) -> None:
@@ -43,10 +48,35 @@ class SequenceAttention:
         return out_TND
 
 
+@dataclass(frozen=True)
+class _Bucket:
+    """Sequences with short chunks and similar lengths, padded to the longest of each."""
+
+    token_RQ: Tensor  # step row of each query; padding repeats the sequence's last one
+    blocks: Tensor  # flat block ids, R * M
+    num_keys: int
+    mask_R1QL: Tensor
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """How a step is attended; made once for all layers."""
+
+    metadata: AttentionMetadata
+    long_rows: tuple[int, ...]
+    buckets: tuple[_Bucket, ...]
+
+
 class BatchedAttention:
-    """Short chunks (decodes above all) of all sequences in one padded call, long chunks one by one."""
+    """Short chunks (decodes above all) in padded calls over many sequences, long chunks one by one.
+
+    Remembers the schedule of the latest step, so it serves one step at a time.
+    """
 
     name = "batched"
+
+    def __init__(self) -> None:
+        self._schedule: _Schedule | None = None
 
     def attend(
         self,
@@ -58,66 +88,86 @@ class BatchedAttention:
         metadata: AttentionMetadata,
     ) -> Tensor:
         write_kv(k_TGD, v_TGD, kv, layer, metadata)
+        schedule = self._schedule
+        if schedule is None or schedule.metadata is not metadata:
+            schedule = self._schedule = _make_schedule(metadata, kv.block_size)
         starts = metadata.host_query_starts
         out_TND = torch.empty_like(q_TND)
-        short: list[int] = []
-        for row, length in enumerate(metadata.host_sequence_lengths):
-            if starts[row + 1] - starts[row] <= MAX_BATCHED_QUERIES:
-                short.append(row)
-                continue
-            queries = slice(starts[row], starts[row + 1])
+        for row in schedule.long_rows:
+            queries, length = slice(starts[row], starts[row + 1]), metadata.host_sequence_lengths[row]
             out_TND[queries] = _attend_one(q_TND[queries], kv, layer, metadata.block_tables[row], length)
-        if short:
-            _attend_padded(q_TND, out_TND, kv, layer, metadata, short)
+        for bucket in schedule.buckets:
+            _attend_bucket(q_TND, out_TND, kv, layer, bucket)
         return out_TND
 
 
 def _attend_one(q_QND: Tensor, kv: PagedKV, layer: int, blocks_M: Tensor, length: int) -> Tensor:
-    num_queries, num_blocks = q_QND.shape[0], -(-length // kv.block_size)
-    blocks = blocks_M[:num_blocks]
-    k_GLD, v_GLD = (
-        cache[layer].index_select(0, blocks).flatten(0, 1)[:length].to(q_QND.dtype).transpose(0, 1)
-        for cache in (kv.keys, kv.values)
-    )
+    num_queries, num_heads, head_dim = q_QND.shape
+    blocks = blocks_M[: -(-length // kv.block_size)]
+    k_LGD, v_LGD = _gather(kv, layer, blocks, q_QND.dtype)
+    num_groups = k_LGD.shape[1]
+    per_group = num_heads // num_groups
+    q_GHQD = q_QND.view(num_queries, num_groups, per_group, head_dim).permute(1, 2, 0, 3)
+    shared = (num_groups, per_group, length, head_dim)  # the heads of a group share its keys, uncopied
+    k_GHLD, v_GHLD = (x[:length].transpose(0, 1).unsqueeze(1).expand(shared) for x in (k_LGD, v_LGD))
     # The last query sees every key, the one before it one less.
-    key_L = torch.arange(length, device=q_QND.device)
     last_visible_Q = torch.arange(length - num_queries, length, device=q_QND.device)
-    out_NQD = functional.scaled_dot_product_attention(
-        q_QND.transpose(0, 1).unsqueeze(0),
-        k_GLD.unsqueeze(0),
-        v_GLD.unsqueeze(0),
-        attn_mask=key_L <= last_visible_Q[:, None],
-        enable_gqa=q_QND.shape[1] != k_GLD.shape[0],
-    )[0]
-    return out_NQD.transpose(0, 1)
+    mask_QL = torch.arange(length, device=q_QND.device) <= last_visible_Q[:, None]
+    out_GHQD = functional.scaled_dot_product_attention(q_GHQD, k_GHLD, v_GHLD, attn_mask=mask_QL)
+    return out_GHQD.permute(2, 0, 1, 3).reshape(q_QND.shape)
 
 
-def _attend_padded(
-    q_TND: Tensor, out_TND: Tensor, kv: PagedKV, layer: int, metadata: AttentionMetadata, rows: list[int]
-) -> None:
-    """Writes the outputs of `rows` into `out_TND`. Sequences are padded to the longest of them."""
-    device, starts = q_TND.device, metadata.host_query_starts
+def _gather(kv: PagedKV, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of the blocks, in order, as [blocks · S, G, D]."""
+    keys, values = (cache[layer].index_select(0, blocks).flatten(0, 1) for cache in (kv.keys, kv.values))
+    return keys.to(dtype), values.to(dtype)
+
+
+def _make_schedule(metadata: AttentionMetadata, block_size: int) -> _Schedule:
+    """Buckets hold sequences whose block counts share a power of two, so padding at most doubles the work."""
+    starts = metadata.host_query_starts
+    long_rows: list[int] = []
+    rows_of_bucket: dict[int, list[int]] = {}
+    for row, length in enumerate(metadata.host_sequence_lengths):
+        if starts[row + 1] - starts[row] > MAX_PADDED_QUERIES:
+            long_rows.append(row)
+        else:
+            exponent = (-(-length // block_size) - 1).bit_length()
+            rows_of_bucket.setdefault(exponent, []).append(row)
+    buckets = tuple(_make_bucket(metadata, block_size, rows) for rows in rows_of_bucket.values())
+    return _Schedule(metadata, tuple(long_rows), buckets)
+
+
+def _make_bucket(metadata: AttentionMetadata, block_size: int, rows: list[int]) -> _Bucket:
+    starts, device = metadata.host_query_starts, metadata.block_tables.device
     num_queries = max(starts[row + 1] - starts[row] for row in rows)
     num_keys = max(metadata.host_sequence_lengths[row] for row in rows)
-    num_blocks = -(-num_keys // kv.block_size)
-    row_R = torch.tensor(rows, device=device)
-    blocks_RM = metadata.block_tables[row_R, :num_blocks]
-    k_RGLD, v_RGLD = (
-        cache[layer][blocks_RM].flatten(1, 2)[:, :num_keys].to(q_TND.dtype).transpose(1, 2)
-        for cache in (kv.keys, kv.values)
-    )
-    first_R, count_R = metadata.query_starts[row_R], metadata.query_starts.diff()[row_R]
-    query_Q = torch.arange(num_queries, device=device)
-    # Padding queries repeat the sequence's last one; it is written again with the same value.
-    query_RQ = torch.minimum(query_Q, count_R[:, None] - 1)
-    token_RQ = (first_R[:, None] + query_RQ).long()
-    last_visible_RQ = metadata.sequence_lengths[row_R, None] - count_R[:, None] + query_RQ
+    columns = [(row, starts[row], starts[row + 1] - 1, metadata.host_sequence_lengths[row]) for row in rows]
+    row_R, *bounds = to_device(np.array(columns, dtype=np.int64).T.copy(), device).unbind(0)
+    first_R1, last_R1, length_R1 = (bound_R.unsqueeze(-1) for bound_R in bounds)
+    token_RQ = torch.minimum(first_R1 + torch.arange(num_queries, device=device), last_R1)
+    last_visible_RQ = length_R1 - 1 - (last_R1 - token_RQ)
     mask_RQL = torch.arange(num_keys, device=device) <= last_visible_RQ[..., None]
-    out_RNQD = functional.scaled_dot_product_attention(
-        q_TND[token_RQ].transpose(1, 2),
-        k_RGLD,
-        v_RGLD,
-        attn_mask=mask_RQL[:, None],
-        enable_gqa=q_TND.shape[1] != k_RGLD.shape[1],
+    blocks_RM = metadata.block_tables[row_R, : -(-num_keys // block_size)]
+    return _Bucket(token_RQ, blocks_RM.flatten(), num_keys, mask_RQL.unsqueeze(1))
+
+
+def _attend_bucket(q_TND: Tensor, out_TND: Tensor, kv: PagedKV, layer: int, bucket: _Bucket) -> None:
+    """Writes the outputs of the bucket's tokens into `out_TND`; a token written twice gets the same value.
+
+    The query heads of a group stand beside each other as queries, so that its keys are read once.
+    """
+    (num_rows, num_queries), num_keys = bucket.token_RQ.shape, bucket.num_keys
+    k_FGD, v_FGD = _gather(kv, layer, bucket.blocks, q_TND.dtype)
+    num_heads, head_dim = q_TND.shape[1:]
+    num_groups = k_FGD.shape[1]
+    per_group = num_heads // num_groups
+    k_RGLD, v_RGLD = (
+        x.view(num_rows, -1, num_groups, head_dim)[:, :num_keys].transpose(1, 2) for x in (k_FGD, v_FGD)
     )
-    out_TND[token_RQ.flatten()] = out_RNQD.transpose(1, 2).flatten(0, 1)
+    q_RQGHD = q_TND[bucket.token_RQ].view(num_rows, num_queries, num_groups, per_group, head_dim)
+    q_RGXD = q_RQGHD.permute(0, 2, 3, 1, 4).reshape(num_rows, num_groups, per_group * num_queries, head_dim)
+    mask_R1XL = bucket.mask_R1QL.repeat(1, 1, per_group, 1)
+    out_RGXD = functional.scaled_dot_product_attention(q_RGXD, k_RGLD, v_RGLD, attn_mask=mask_R1XL)
+    out_RGHQD = out_RGXD.reshape(num_rows, num_groups, per_group, num_queries, head_dim)
+    out_TND[bucket.token_RQ.flatten()] = out_RGHQD.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)

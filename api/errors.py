@@ -1,0 +1,91 @@
+"""Errors as HTTP: the OpenAI error body on every 4xx and 5xx, whoever raised it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from contracts.errors import BadRequest, EngineError, NotFound, OmnistageError
+
+
+class PayloadTooLarge(BadRequest):
+    """The request body is over OMNISTAGE_MAX_BODY_BYTES."""
+
+    status = 413
+    default_code = "request_too_large"
+
+
+class MethodNotAllowed(BadRequest):
+    status = 405
+    default_code = "method_not_allowed"
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorFields
+
+
+def error_fields(error: OmnistageError) -> ErrorFields:
+    return ErrorFields(message=error.message, type=error.type, param=error.param, code=error.code)
+
+
+def error_json(error: OmnistageError) -> bytes:
+    return msgspec.json.encode(ErrorBody(error_fields(error)))
+
+
+def error_headers(error: OmnistageError) -> dict[str, str]:
+    if error.status == 401:
+        return {"www-authenticate": "Bearer"}
+    if error.retry_after_s is None:
+        return {}
+    # Retry-After takes whole seconds; rounding down would invite the client too early.
+    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def error_response(error: OmnistageError) -> Response:
+    return Response(
+        error_json(error), error.status, headers=error_headers(error), media_type="application/json"
+    )
+
+
+def internal_error() -> EngineError:
+    """What the client learns of a bug of ours: nothing but that it is ours."""
+    return EngineError("internal server error", code="internal_error")
+
+
+def _from_http_exception(error: HTTPException) -> OmnistageError:
+    if error.status_code == 404:
+        return NotFound("no such route; see /v1/models and /health", code="route_not_found")
+    if error.status_code == 405:
+        return MethodNotAllowed("this route does not take that method")
+    if error.status_code < 500:
+        return BadRequest("the request could not be read")
+    return internal_error()
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """For errors we know; the outermost middleware answers for bugs."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, OmnistageError)
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(_from_http_exception(error))
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(OmnistageError, ours)
+    app.add_exception_handler(HTTPException, http)

@@ -1,0 +1,131 @@
+"""Prometheus metrics of the front process: vLLM's names where one exists, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stages.service import Service
+
+_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKEN_S = (
+    *(0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_E2E_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0),
+    *(240.0, 480.0, 960.0, 1920.0),
+)
+_TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+# Stage values that vLLM has a name for, and how those of several LM stages become one series.
+_VLLM_GAUGES: dict[str, tuple[str, Callable[[Iterable[float]], float]]] = {
+    "num_requests_running": ("Requests being computed.", sum),
+    "num_requests_waiting": ("Requests waiting to be scheduled.", sum),
+    "kv_cache_usage_perc": ("Share of the KV cache in use, 1 = all of it.", max),
+}
+_VLLM_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "num_preemptions": "Requests preempted for want of KV blocks.",
+}
+
+
+class StageCollector(Collector):
+    """Reads the stages' latest values when scraped; nothing is copied between scrapes."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._model = service.card.names[0]
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # names are only known when scraped
+
+    def collect(self) -> Iterable[Metric]:
+        by_name: dict[str, dict[str, float]] = {}
+        for stage, values in self._service.stats().items():
+            for name, value in values.items():
+                by_name.setdefault(name, {})[stage] = value
+        yield from self._vllm(by_name)
+        for name, by_stage in sorted(by_name.items()):
+            yield self._ours(name, by_stage)
+
+    def _vllm(self, by_name: dict[str, dict[str, float]]) -> Iterable[Metric]:
+        for name, (text, combine) in _VLLM_GAUGES.items():
+            values = by_name.pop(name, {}).values()
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], combine(values) if values else 0.0)
+            yield gauge
+        for name, text in _VLLM_COUNTERS.items():
+            values = (by_name.pop(f"{name}_total", None) or by_name.pop(name, {})).values()
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], sum(values))
+            yield counter
+
+    def _ours(self, name: str, by_stage: dict[str, float]) -> Metric:
+        family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        metric = family(f"omnistage:{name}", f"Stage value {name}.", labels=["model_name", "stage"])
+        for stage, value in by_stage.items():
+            metric.add_metric([self._model, stage], value)
+        return metric
+
+
+class Metrics:
+    """Counters and histograms of what clients saw. All calls are made on the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(StageCollector(service))
+        model = service.card.names[0]
+        self._labels = {"model_name": model}
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=self.registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(
+                model
+            )
+
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.itl_s = histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", _TOKEN_S)
+        self.tpot_s = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request.", _TOKEN_S
+        )
+        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Arrival to the last token.", _E2E_S)
+        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
+        self.request_generation_tokens = histogram("vllm:request_generation_tokens", "Tokens.", _TOKENS)
+        self._success = Counter(
+            "vllm:request_success",
+            "Finished samples by reason: stop, length, abort (client left), error.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(model, reason)  # a series that exists from the start can be rated
+        self.open_requests = Gauge(
+            "omnistage:open_requests", "Requests the API holds open.", ["model_name"], registry=self.registry
+        ).labels(model)
+        self._rejected = Counter(
+            "omnistage:requests_rejected",
+            "Requests refused before they were accepted.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._labels["model_name"], reason).inc()
+
+    def rejected(self, status: int) -> None:
+        self._rejected.labels(self._labels["model_name"], str(status)).inc()
+
+    def expose(self) -> bytes:
+        return generate_latest(self.registry)

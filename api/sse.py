@@ -1,0 +1,100 @@
+"""Server-sent events over ASGI: headers only with the first event, back-pressure, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from api.errors import error_json, internal_error
+from contracts.errors import OmnistageError
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the tokens
+]
+ResultT = TypeVar("ResultT")
+_encode = msgspec.json.Encoder().encode
+
+
+def event(payload: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+class ReaderStalled(Exception):
+    """The client took no bytes for too long; its request ends."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[None, None, ResultT]) -> ResultT | None:
+    """Runs `work`; cancels it the moment the client leaves, and then returns None after it has cleaned up."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventWriter:
+    """Writes a stream's events. Awaiting a write is the back-pressure: the server waits for a slow reader."""
+
+    def __init__(self, send: Send, stall_timeout_s: float) -> None:
+        self._send = send
+        self._stall_timeout_s = stall_timeout_s
+        self.started = False
+        self.finished = False
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """One body message. The first one also decides the status: 200."""
+        assert not self.finished
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        self.finished = last
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        except TimeoutError:
+            raise ReaderStalled from None
+
+
+class EventStream:
+    """An ASGI response that `produce` writes. Errors before the first event become ordinary HTTP errors;
+    later ones become one error event, and the stream ends without [DONE]."""
+
+    def __init__(
+        self, produce: Callable[[EventWriter], Coroutine[None, None, None]], stall_timeout_s: float
+    ) -> None:
+        self._produce = produce
+        self._stall_timeout_s = stall_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventWriter(send, self._stall_timeout_s)
+        try:
+            await unless_disconnected(receive, self._produce(writer))
+        except ReaderStalled:
+            return  # the server closes a connection whose response is left open
+        except OmnistageError as error:
+            if not writer.started:
+                raise
+            await self._report(writer, error)
+        except Exception:
+            if writer.started:
+                await self._report(writer, internal_error())
+            raise  # a bug: the log needs it
+
+    def _report(self, writer: EventWriter, error: OmnistageError) -> Awaitable[None]:
+        return writer.write(b"data: " + error_json(error) + b"\n\n", last=True)

@@ -1,0 +1,1 @@
+"""`omnistage bench chat`: sessions of several turns about images against any OpenAI-compatible server."""

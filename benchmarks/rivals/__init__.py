@@ -1,0 +1,1 @@
+"""Starting and stopping the servers that ours is measured against."""

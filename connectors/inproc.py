@@ -1,0 +1,189 @@
+"""The in-process connector: hands tensors over between two event loops (usually two threads), with real
+credits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from contracts.chunks import Chunk
+from contracts.errors import PeerLost
+
+
+@dataclass
+class EdgeStats:
+    """Counters of one edge; `waits` counts sends that found no free credit."""
+
+    chunks_total: int = 0
+    bytes_total: int = 0
+    waits_total: int = 0
+
+
+@dataclass
+class _Waiter:
+    """A task of some loop that waits for the channel to change; woken from any thread."""
+
+    loop: asyncio.AbstractEventLoop
+    event: asyncio.Event
+
+    def wake(self) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.event.set)
+
+
+@dataclass
+class _Channel:
+    """State shared by both ends, guarded by `lock`.
+
+    credits + len(queue) + len(unreleased) == capacity at every unlock.
+    """
+
+    name: str
+    capacity: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    credits: int = 0
+    queue: deque[Chunk] = field(default_factory=deque)
+    unreleased: dict[int, Chunk] = field(
+        default_factory=dict
+    )  # id(chunk) → chunk: received, credit not returned
+    send_cancelled: set[str] = field(default_factory=set)
+    next_seq: dict[tuple[str, str], int] = field(default_factory=dict)
+    sender_waiters: list[_Waiter] = field(default_factory=list)
+    receiver_waiters: list[_Waiter] = field(default_factory=list)
+    sender_closed: bool = False
+    receiver_closed: bool = False
+    stats: EdgeStats = field(default_factory=EdgeStats)
+
+    def check(self) -> None:
+        held = self.credits + len(self.queue) + len(self.unreleased)
+        assert held == self.capacity, f"edge {self.name}: {held} credits of {self.capacity}"
+
+
+def _wake_all(waiters: list[_Waiter]) -> None:
+    woken = list(waiters)
+    waiters.clear()
+    for waiter in woken:
+        waiter.wake()
+
+
+class InprocSender:
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+
+    @property
+    def stats(self) -> EdgeStats:
+        return self._channel.stats
+
+    async def send(self, chunk: Chunk) -> None:
+        """See `connectors.interface.Sender`. The tensors are handed over, not copied: do not write to them
+        after."""
+        channel = self._channel
+        waited = False
+        while True:
+            waiter = _Waiter(asyncio.get_running_loop(), asyncio.Event())
+            with channel.lock:
+                if channel.receiver_closed or channel.sender_closed:
+                    raise PeerLost(f"edge {channel.name} is closed", request_id=chunk.request_id)
+                if chunk.request_id in channel.send_cancelled:
+                    return
+                if channel.credits > 0:
+                    self._enqueue(chunk)
+                    return
+                channel.stats.waits_total += not waited
+                waited = True
+                channel.sender_waiters.append(waiter)
+            await waiter.event.wait()
+
+    def _enqueue(self, chunk: Chunk) -> None:
+        channel = self._channel
+        key = (chunk.request_id, chunk.stream)
+        expected = channel.next_seq.get(key, 0)
+        assert chunk.seq == expected, f"edge {channel.name}: {key} sends {chunk.seq}, expected {expected}"
+        if chunk.last:
+            channel.next_seq.pop(key, None)
+        else:
+            channel.next_seq[key] = expected + 1
+        channel.credits -= 1
+        channel.queue.append(chunk)
+        channel.stats.chunks_total += 1
+        channel.stats.bytes_total += chunk.nbytes
+        channel.check()
+        _wake_all(channel.receiver_waiters)
+
+    def cancel(self, request_id: str) -> None:
+        """Drops what is queued of the request; a send of it that waits returns. Forgotten with `forget`."""
+        with self._channel.lock:
+            self._channel.send_cancelled.add(request_id)
+            _drop_queued(self._channel, request_id)
+            _wake_all(self._channel.sender_waiters)
+
+    def forget(self, request_id: str) -> None:
+        """No more chunks of the request will be sent: drops the memory of its cancellation."""
+        with self._channel.lock:
+            self._channel.send_cancelled.discard(request_id)
+
+    def close(self) -> None:
+        with self._channel.lock:
+            self._channel.sender_closed = True
+            _wake_all(self._channel.receiver_waiters)
+            _wake_all(self._channel.sender_waiters)
+
+
+class InprocReceiver:
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+
+    async def receive(self) -> Chunk:
+        """See `connectors.interface.Receiver`. What was sent before the sender closed is still delivered."""
+        channel = self._channel
+        while True:
+            waiter = _Waiter(asyncio.get_running_loop(), asyncio.Event())
+            with channel.lock:
+                if channel.queue:
+                    chunk = channel.queue.popleft()
+                    channel.unreleased[id(chunk)] = chunk
+                    channel.check()
+                    return chunk
+                if channel.sender_closed or channel.receiver_closed:
+                    raise PeerLost(f"edge {channel.name} is closed")
+                channel.receiver_waiters.append(waiter)
+            await waiter.event.wait()
+
+    def release(self, chunk: Chunk) -> None:
+        with self._channel.lock:
+            held = self._channel.unreleased.pop(id(chunk), None)
+            assert held is chunk, f"edge {self._channel.name}: released a chunk that is not held"
+            self._channel.credits += 1
+            self._channel.check()
+            _wake_all(self._channel.sender_waiters)
+
+    def cancel(self, request_id: str) -> None:
+        with self._channel.lock:
+            _drop_queued(self._channel, request_id)
+            _wake_all(self._channel.sender_waiters)
+
+    def close(self) -> None:
+        with self._channel.lock:
+            self._channel.receiver_closed = True
+            self._channel.credits += len(self._channel.queue)
+            self._channel.queue.clear()
+            _wake_all(self._channel.sender_waiters)
+            _wake_all(self._channel.receiver_waiters)
+
+
+def _drop_queued(channel: _Channel, request_id: str) -> None:
+    kept = deque(chunk for chunk in channel.queue if chunk.request_id != request_id)
+    channel.credits += len(channel.queue) - len(kept)
+    channel.queue = kept
+    for key in [key for key in channel.next_seq if key[0] == request_id]:
+        del channel.next_seq[key]
+    channel.check()
+
+
+def inproc_pair(name: str, capacity: int) -> tuple[InprocSender, InprocReceiver]:
+    """Both ends of an edge with `capacity` credits (chunks sent and not yet released)."""
+    assert capacity > 0, f"edge {name}: capacity {capacity}"
+    channel = _Channel(name=name, capacity=capacity, credits=capacity)
+    return InprocSender(channel), InprocReceiver(channel)

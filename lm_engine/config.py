@@ -1,0 +1,86 @@
+"""EngineConfig: what one language-model engine may use, checked once at build."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Policy = Literal["fcfs", "priority", "fair", "cache_aware"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Raises ValueError at build for bounds that could never make progress.
+
+    `num_blocks` counts the scratch block 0. `embedding_width` 0 = the model takes no embeddings.
+    `atomic_spans`: a media span is computed in one step (bidirectional attention inside it); then
+    `max_item_tokens`, the longest span the processor can produce, is checked here instead of per request.
+    `aging_s`: waiting that long is worth one level of priority (policy "priority").
+    `max_deferrals`: times a request may be overtaken (policy "cache_aware").
+    """
+
+    num_blocks: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int = 16
+    max_step_tokens: int = 2048
+    max_sequences: int = 64
+    max_step_visual_tokens: int = 2048
+    long_prefill_cap: int = 1024
+    max_resident_embedding_tokens: int = 65536
+    embedding_width: int = 0
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 4_000_000
+    policy: Policy = "fcfs"
+    aging_s: float = 10.0
+    max_deferrals: int = 8
+    prefix_cache: bool = True
+    atomic_spans: bool = False
+    max_item_tokens: int | None = None
+    overlap: bool = True
+    stage: str = "lm"
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "context_length": self.context_length,
+            "block_size": self.block_size,
+            "max_sequences": self.max_sequences,
+            "max_step_visual_tokens": self.max_step_visual_tokens,
+            "long_prefill_cap": self.long_prefill_cap,
+            "max_resident_embedding_tokens": self.max_resident_embedding_tokens,
+            "max_waiting_requests": self.max_waiting_requests,
+            "max_waiting_tokens": self.max_waiting_tokens,
+        }
+        for name, value in bounds.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, want at least 1")
+        if self.num_blocks < 2:
+            raise ValueError(f"num_blocks is {self.num_blocks}, want the scratch block and at least one more")
+        if self.max_step_tokens < self.max_sequences:
+            # Every decoding sequence gets its token in every step.
+            raise ValueError(
+                f"max_step_tokens {self.max_step_tokens} is below max_sequences {self.max_sequences}"
+            )
+        self._check_atomic_spans()
+
+    def _check_atomic_spans(self) -> None:
+        if not self.atomic_spans:
+            return
+        if self.max_atomic_span < (self.max_item_tokens or 1):
+            raise ValueError(
+                f"media spans must not be split: max_step_tokens {self.max_step_tokens} less max_sequences "
+                f"{self.max_sequences} leaves {self.max_atomic_span} tokens, an item may have "
+                f"{self.max_item_tokens or 1}"
+            )
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_atomic_span(self) -> int:
+        """What is left of a step for one span however many sequences decode beside it."""
+        return self.max_step_tokens - self.max_sequences
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

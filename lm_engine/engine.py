@@ -1,0 +1,330 @@
+"""The engine's front: takes requests, runs the plain or the overlapped loop, turns results into messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from contracts.errors import (
+    EngineError,
+    OmnistageError,
+    ServiceUnavailable,
+    TooManyRequests,
+)
+from contracts.messages import (
+    EmbeddingsNeeded,
+    Failed,
+    FinishReason,
+    Generate,
+    Generated,
+    SampleDelta,
+    TokenLogprobs,
+)
+from lm_engine.budgets import RateMeter
+from lm_engine.config import EngineConfig
+from lm_engine.intake import Intake, Positions
+from lm_engine.plan import Runner, StepResult
+from lm_engine.scheduler import ScheduledStep, Scheduler
+from lm_engine.sequence import Request, Sequence, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepEvents:
+    messages: tuple[Generated | EmbeddingsNeeded | Failed, ...]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    step: ScheduledStep
+    future: asyncio.Future[StepResult]
+    submitted_s: float
+
+
+class LMEngine:
+    """One language model's scheduler and runner. Not thread-safe: all calls come from one event loop, and may
+    come while a `step` awaits.
+
+    Plain loop: a step is planned, run and applied before the next is planned. Overlapped loop: step N + 1 is
+    planned and submitted while N runs; what N turns out to have ended has its row of N + 1 discarded. Both
+    give the same tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        positions: Positions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        hash_function: Callable[[Hashable], int] = hash,
+    ) -> None:
+        self.config = config
+        self._runner = runner
+        self._intake = Intake(config, positions, clock)
+        self._clock = clock
+        self._scheduler = Scheduler(config, hash_function)
+        self._in_flight: deque[InFlight] = deque()
+        self._depth = 2 if config.overlap else 1
+        self._outbox: list[Generated | EmbeddingsNeeded | Failed] = []
+        self._stalled = False  # nothing can be planned until something arrives
+        self._closed = False
+        self._charges = config.policy == "fair"
+        self._meter = RateMeter()
+        self._last_landed_s = 0.0
+        self._totals = dict.fromkeys(
+            ("prompt_tokens_total", "generation_tokens_total", "num_steps_total", "failed_steps_total"), 0
+        )
+
+    # --- requests -------------------------------------------------------------------------------------------
+    def add(self, message: Generate) -> None:
+        """Takes a request. Raises ContextLengthExceeded, BadRequest, TooManyRequests, ServiceUnavailable or
+        EngineError; then nothing of it remains."""
+        if self._closed:
+            raise ServiceUnavailable("the engine is shutting down", request_id=message.request_id)
+        if message.request_id in self._scheduler.requests:
+            raise EngineError("a request of this id is in progress", request_id=message.request_id)
+        self._check_queue(message)
+        request = self._intake.make_request(message)
+        self._scheduler.add(request)
+        self._stalled = False
+        for seq in request.sequences:
+            if seq.num_output and (reason := self._end_of(seq)) is not None:
+                self._finish_resumed(seq, reason)
+
+    def abort(self, request_id: str) -> None:
+        """Forgets the request in whatever state it is; an unknown id is fine. No message follows."""
+        request = self._scheduler.requests.get(request_id)
+        if request is not None:
+            self._scheduler.remove(request)
+        self._outbox = [message for message in self._outbox if message.request_id != request_id]
+        self._stalled = False
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        """Ends one sample; no further message tells of it."""
+        request = self._scheduler.requests.get(request_id)
+        if request is not None:
+            seq = request.sequences[sample]
+            if seq.state is not State.FINISHED:
+                self._scheduler.finish(seq)
+        self._stalled = False
+
+    def embeddings_ready(self, request_id: str, item_index: int, embeddings: Tensor) -> None:
+        """[num_tokens, width] of one item. The engine keeps the tensor until the item's KV is computed; its
+        memory must stay valid that long. Rows of the wrong shape fail the request (a Failed message)."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None:
+            return
+        self._stalled = False
+        rows = request.media.num_rows
+        if not 0 <= item_index < len(rows):
+            self._fail(request, EngineError(f"embeddings for item {item_index} of {len(rows)}"))
+            return
+        want = (rows[item_index], self.config.embedding_width)
+        if tuple(embeddings.shape) != want:
+            got = tuple(embeddings.shape)
+            self._fail(
+                request, EngineError(f"item {item_index} has embeddings of shape {got}, want {want}; retry")
+            )
+        elif self._scheduler.ledger.arrived(request, item_index, embeddings):
+            self._scheduler.room.unpark(request)
+
+    def _check_queue(self, message: Generate) -> None:
+        if message.resume:
+            return  # it was admitted once; what may be in flight bounds how many come back
+        waiting, tokens = self._scheduler.room.num_requests, self._scheduler.room.num_tokens
+        num_prompt = len(message.prompt.token_ids)
+        full = waiting >= self.config.max_waiting_requests
+        if full or (waiting and tokens + num_prompt > self.config.max_waiting_tokens):
+            raise TooManyRequests(
+                f"{waiting} requests with {tokens} prompt tokens are waiting; try again later",
+                request_id=message.request_id,
+                retry_after_s=self._meter.retry_after_s(tokens),
+            )
+
+    # --- the loop -------------------------------------------------------------------------------------------
+    def has_work(self) -> bool:
+        """Whether `step` would get anything done. False while everything waits for embeddings."""
+        if self._outbox or self._in_flight:
+            return True
+        return bool(self._scheduler.requests) and not self._stalled
+
+    async def step(self) -> StepEvents:
+        """Plans and submits what it can; waits for a result only when it must, and not before requests for
+        embeddings have been handed out. May be cancelled; a step in flight is picked up by the next call."""
+        launched = len(self._in_flight) < self._depth and self._launch()
+        if not self._outbox and self._in_flight and (len(self._in_flight) == self._depth or not launched):
+            await self._land()
+        messages, self._outbox = tuple(self._outbox), []
+        return StepEvents(messages)
+
+    def _launch(self) -> bool:
+        step, asks = self._scheduler.plan()
+        self._outbox += asks
+        if step is None:
+            idle = bool(self._scheduler.requests) and not self._in_flight
+            assert not idle or self._scheduler.waits_for_embeddings, (
+                "no step can be planned, nothing is awaited"
+            )
+            self._stalled = idle
+            return False
+        submitted_s = self._clock()
+        future = asyncio.wrap_future(self._runner.submit(step.plan))
+        self._in_flight.append(InFlight(step, future, submitted_s))
+        return True
+
+    async def _land(self) -> None:
+        flight = self._in_flight[0]
+        await asyncio.wait([flight.future])  # unlike awaiting the future, leaves it alone when cancelled
+        self._in_flight.popleft()
+        self._totals["num_steps_total"] += 1
+        error = flight.future.exception()
+        if error is not None:
+            self._fail_step(flight.step, error)
+            return
+        now = self._clock()
+        self._meter.record(flight.step.num_tokens, now - max(flight.submitted_s, self._last_landed_s))
+        self._last_landed_s = now
+        self._apply(flight.step, flight.future.result())
+
+    def _apply(self, step: ScheduledStep, result: StepResult) -> None:
+        assert result.step_id == step.plan.step_id, f"result of step {result.step_id}"
+        for seq, end in step.media:
+            seq.num_landed = end
+            self._scheduler.ledger.release_covered(seq.request)
+        together: dict[Request, list[SampleDelta]] = {}
+        finished, num_taken = State.FINISHED, 0
+        for seq, drawn in zip(step.sampling, result.sampled, strict=True):
+            seq.num_in_flight -= 1
+            if seq.state is finished:
+                continue  # aborted, stopped, or ended by the token before this one
+            num_taken += 1
+            delta = self._take_token(seq, drawn.token_id, drawn.logprobs)
+            request = seq.request
+            if request.reported and len(request.sequences) == 1:
+                self._outbox.append(Generated(request_id=request.id, deltas=(delta,)))
+            else:
+                together.setdefault(request, []).append(delta)
+        for request, deltas in together.items():
+            self._emit(request, tuple(deltas))
+        self._totals["generation_tokens_total"] += num_taken
+
+    def _take_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> SampleDelta:
+        tokens = seq.token_ids
+        tokens.append(token)
+        if len(tokens) >= seq.next_full and seq.num_computed >= seq.next_full:
+            self._scheduler.register_full_blocks(seq)
+        if self._charges:
+            self._scheduler.room.charge(seq.request.tenant, 0, 1)
+        if token in seq.request.stop_ids or len(tokens) >= seq.max_length:
+            reason = self._end_of(seq)
+            if reason is not None:
+                return self._take_last_token(seq, token, logprobs, reason)
+        return SampleDelta(
+            sample=seq.sample, token_ids=(token,), logprobs=() if logprobs is None else (logprobs,)
+        )
+
+    def _take_last_token(
+        self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, reason: FinishReason
+    ) -> SampleDelta:
+        self._scheduler.finish(seq)
+        return SampleDelta(
+            sample=seq.sample,
+            token_ids=(token,),
+            logprobs=() if logprobs is None else (logprobs,),
+            finish_reason=reason,
+            stop_token_id=token if reason == "stop" else None,
+        )
+
+    def _end_of(self, seq: Sequence) -> FinishReason | None:
+        """Whether the sequence's last token ends it. A stop token counts as one only after min_tokens."""
+        request = seq.request
+        if seq.token_ids[-1] in request.stop_ids and seq.num_output > request.min_tokens:
+            return "stop"
+        return "length" if len(seq.token_ids) >= seq.max_length else None
+
+    def _emit(self, request: Request, deltas: tuple[SampleDelta, ...]) -> None:
+        if request.reported:
+            self._outbox.append(Generated(request_id=request.id, deltas=deltas))
+            return
+        request.reported = True
+        self._totals["prompt_tokens_total"] += request.num_prompt
+        cached = request.num_cached_tokens
+        self._outbox.append(Generated(request_id=request.id, deltas=deltas, num_cached_tokens=cached))
+
+    def _finish_resumed(self, seq: Sequence, reason: FinishReason) -> None:
+        """A replayed sample whose last token had been sent and only its end had not."""
+        self._scheduler.finish(seq)
+        stop = seq.token_ids[-1] if reason == "stop" else None
+        delta = SampleDelta(sample=seq.sample, token_ids=(), finish_reason=reason, stop_token_id=stop)
+        self._outbox.append(Generated(request_id=seq.request.id, deltas=(delta,)))
+
+    # --- failures -------------------------------------------------------------------------------------------
+    def _fail(self, request: Request, error: OmnistageError) -> None:
+        self._scheduler.remove(request)
+        error.request_id, error.stage = request.id, self.config.stage
+        self._outbox.append(Failed(request.id, error.info()))
+
+    def _fail_step(self, step: ScheduledStep, error: BaseException) -> None:
+        """Fails the requests whose KV the step was to write, and those that later steps have put onto it."""
+        logger.error("step %d failed", step.plan.step_id, exc_info=error)
+        self._totals["failed_steps_total"] += 1
+        victims = [seq.request for seq in step.sequences]
+        victims += [seq.request for flight in self._in_flight for seq in flight.step.fresh]
+        for request in dict.fromkeys(victims):
+            if request.num_unfinished:
+                message = f"the model step failed ({type(error).__name__}); retry the request"
+                self._fail(request, EngineError(message))
+        self._scheduler.cache.reset()  # blocks are registered before they are written
+
+    # --- housekeeping ---------------------------------------------------------------------------------------
+    def reset_cache(self) -> None:
+        self._scheduler.cache.reset()
+        self._stalled = False
+
+    def is_idle(self) -> bool:
+        return not self._scheduler.requests and not self._in_flight and not self._outbox
+
+    def check_integrity(self) -> str | None:
+        """The first broken conservation law, or None. Valid at any time between calls."""
+        problem = self._scheduler.check_integrity()
+        if problem is None and self.is_idle():
+            problem = self._scheduler.check_idle()
+        return problem
+
+    def stats(self) -> dict[str, float]:
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        return {
+            "num_requests_running": len(scheduler.requests) - scheduler.room.num_requests,
+            "num_requests_waiting": scheduler.room.num_requests,
+            "num_sequences_running": scheduler.num_running_sequences,
+            "num_waiting_tokens": scheduler.room.num_tokens,
+            "kv_cache_usage_perc": pool.num_owned / (pool.num_blocks - 1),
+            "num_cached_blocks": len(scheduler.cache),
+            "resident_embedding_tokens": scheduler.ledger.num_claimed_tokens,
+            "tokens_per_second": self._meter.tokens_per_s or 0.0,
+            "prefix_cache_queries_total": scheduler.counters.prefix_queries,
+            "prefix_cache_hits_total": scheduler.counters.prefix_hits,
+            "num_preemptions_total": scheduler.counters.preemptions,
+            **self._totals,
+        }
+
+    def close(self) -> None:
+        """Ends the runner. Requests in progress are dropped without a message. Idempotent."""
+        self._closed = True
+        for request in list(self._scheduler.requests.values()):
+            self._scheduler.remove(request)
+        self._outbox.clear()
+        self._runner.close()
+        while self._in_flight:
+            self._in_flight.popleft().future.cancel()

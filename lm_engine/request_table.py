@@ -1,0 +1,214 @@
+"""The device's table of running sequences, one row per slot, and the step inputs made from it.
+
+Shapes: T tokens of a step, R sequences in it, A position axes, L tokens of a sequence, M blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.params import SamplingParams
+from lm_engine.model import AttentionMetadata
+from lm_engine.plan import Admission, SequenceStep, StepPlan
+from lm_engine.random import signed_seed
+from lm_engine.transfer import to_device
+
+_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+
+
+@dataclass
+class Row:
+    """What the host keeps of a slot: what it needs to decide without asking the device."""
+
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_known_tokens: int  # tokens that the table holds or that a step in flight will write
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step on the device. S sequences of the R sample."""
+
+    token_ids_T: Tensor
+    positions_AT: Tensor
+    metadata: AttentionMetadata
+    slots_S: Tensor  # int64
+    last_rows_S: Tensor  # int64: the step row whose logits are sampled
+    next_index_S: Tensor  # int64: sequence index of the token to draw
+    host_slots_S: tuple[int, ...]
+    host_next_index_S: tuple[int, ...]
+
+
+class RequestTable:
+    """Rows live from admission to release. All writes go to the device in stream order, so a step may be
+    built from tokens that the step before it has yet to draw."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        num_axes: int,
+        max_sequences: int,
+        max_length: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.vocab_size = vocab_size
+        self.block_size = block_size
+        self.max_length = max_length
+        self.rows: dict[int, Row] = {}
+        self.max_sequences = max_sequences
+        max_blocks = -(-max_length // block_size)
+        # One more than the longest: the token drawn after the last computed one has a place.
+        self.token_ids = torch.zeros(max_sequences, max_length + 1, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(num_axes, max_sequences, max_length, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
+        self.num_prompt = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self.position_delta = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(max_sequences, len(_FLOATS), dtype=torch.float32, device=device)
+
+    def turn_over(self, released: Sequence[int], admissions: Sequence[Admission]) -> None:
+        """Frees and takes slots, on the host only: whatever fails later in the step, slots are as the plan
+        says."""
+        for slot in released:
+            self.rows.pop(slot, None)  # unknown if the plan that admitted it failed on the way
+        for admission in admissions:
+            assert admission.slot not in self.rows, f"slot {admission.slot} is taken"
+            self.rows[admission.slot] = Row(
+                admission.sampling,
+                admission.stop_token_ids,
+                admission.num_prompt_tokens,
+                len(admission.token_ids),
+            )
+
+    def write_admissions(self, admissions: Sequence[Admission]) -> None:
+        """Writes everything but the blocks, which `append_blocks` brings."""
+        if not admissions:
+            return
+        for admission in admissions:
+            self._write_tokens(admission)
+        slots = self.to_device(np.array([a.slot for a in admissions], dtype=np.int64))
+        integers = [
+            (a.num_prompt_tokens, a.position_delta, signed_seed(a.seed), a.sampling.top_k) for a in admissions
+        ]
+        columns = self.to_device(np.array(integers, dtype=np.int64))
+        for target, column in zip(
+            (self.num_prompt, self.position_delta, self.seed, self.top_k), columns.unbind(1), strict=True
+        ):
+            target[slots] = column
+        floats = [_float_params(a.sampling) for a in admissions]
+        self.floats[slots] = self.to_device(np.array(floats, dtype=np.float32))
+
+    def _write_tokens(self, admission: Admission) -> None:
+        slot, num_prompt, num_tokens = admission.slot, admission.num_prompt_tokens, len(admission.token_ids)
+        assert 0 <= slot < self.max_sequences, f"slot {slot} of {self.max_sequences}"
+        assert 0 < num_prompt <= num_tokens <= self.max_length + 1
+        assert admission.positions_AL.shape == (self.positions.shape[0], num_prompt)
+        tokens = np.array(admission.token_ids, dtype=np.int32)
+        assert tokens.min() >= 0, "a token id is negative"
+        assert tokens.max() < self.vocab_size, "a token id is outside the vocabulary"
+        self.token_ids[slot, :num_tokens] = self.to_device(tokens)
+        positions = self.to_device(admission.positions_AL.astype(np.int32))
+        self.positions[:, slot, :num_prompt] = positions
+
+    def append_blocks(self, plan: StepPlan) -> None:
+        """Appends the blocks of admissions, then those of the plan's sequences."""
+        entries: list[tuple[int, int, int]] = []
+        appended = [(a.slot, a.block_ids) for a in plan.admissions]
+        appended += [(s.slot, s.new_block_ids) for s in plan.sequences if s.new_block_ids]
+        for slot, block_ids in appended:
+            row = self.rows[slot]
+            entries += [(slot, row.num_blocks + i, block) for i, block in enumerate(block_ids)]
+            row.num_blocks += len(block_ids)
+            assert row.num_blocks <= self.block_tables.shape[1], f"block table of slot {slot} is full"
+        if entries:
+            slots, columns, blocks = self.to_device(np.array(entries, dtype=np.int64).T.copy()).unbind(0)
+            self.block_tables[slots, columns] = blocks.int()
+
+    def step_inputs(self, sequences: Sequence[SequenceStep]) -> StepInputs:
+        """Gathers the step's tokens, positions and block addresses; no work per token on the host."""
+        self._check(sequences)
+        triples = np.array([(s.slot, s.start, s.num_tokens) for s in sequences], dtype=np.int64)
+        slots, starts, counts = triples.T
+        query_starts = np.concatenate([np.zeros(1, dtype=np.int64), counts.cumsum()])
+        sampling = np.array([s.samples for s in sequences])
+        num_rows, num_tokens = len(sequences), int(query_starts[-1])
+        lengths = starts + counts
+        last_rows, next_index = query_starts[1:][sampling] - 1, lengths[sampling]
+        packed = self.to_device(
+            np.concatenate([slots, starts, query_starts, lengths, slots[sampling], last_rows, next_index])
+        )
+        sizes = [num_rows, num_rows, num_rows + 1, num_rows, *[len(last_rows)] * 3]
+        slots_R, starts_R, query_starts_R, lengths_R, slots_S, last_rows_S, next_index_S = torch.split(
+            packed, sizes
+        )
+        row_T = torch.repeat_interleave(query_starts_R.diff(), output_size=num_tokens)
+        slot_T = slots_R[row_T]
+        index_T = torch.arange(num_tokens, device=self.device) + (starts_R - query_starts_R[:-1])[row_T]
+        block_T = self.block_tables[slot_T, index_T // self.block_size].long()
+        max_blocks = -(-int(lengths.max()) // self.block_size)
+        metadata = AttentionMetadata(
+            query_starts=query_starts_R.int(),
+            sequence_lengths=lengths_R.int(),
+            block_tables=self.block_tables[slots_R, :max_blocks],
+            slot_mapping=block_T * self.block_size + index_T % self.block_size,
+            max_query_length=int(counts.max()),
+            max_sequence_length=int(lengths.max()),
+            host_query_starts=tuple(query_starts.tolist()),
+            host_sequence_lengths=tuple(lengths.tolist()),
+        )
+        return StepInputs(
+            token_ids_T=self.token_ids[slot_T, index_T].long(),
+            positions_AT=self._positions(slot_T, index_T),
+            metadata=metadata,
+            slots_S=slots_S,
+            last_rows_S=last_rows_S,
+            next_index_S=next_index_S,
+            host_slots_S=tuple(slots[sampling].tolist()),
+            host_next_index_S=tuple(next_index.tolist()),
+        )
+
+    def write_sampled(self, inputs: StepInputs, token_S: Tensor) -> None:
+        self.token_ids[inputs.slots_S, inputs.next_index_S] = token_S.int()
+        for slot, index in zip(inputs.host_slots_S, inputs.host_next_index_S, strict=True):
+            self.rows[slot].num_known_tokens = index + 1
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self.device)
+
+    def _positions(self, slot_T: Tensor, index_T: Tensor) -> Tensor:
+        prompt_AT = self.positions[:, slot_T, index_T]
+        generated_T = index_T + self.position_delta[slot_T]
+        return torch.where(index_T < self.num_prompt[slot_T], prompt_AT, generated_T)
+
+    def _check(self, sequences: Sequence[SequenceStep]) -> None:
+        assert len({s.slot for s in sequences}) == len(sequences), "a slot occurs twice in a step"
+        for step in sequences:
+            row, end = self.rows[step.slot], step.start + step.num_tokens
+            assert step.num_tokens > 0
+            assert end <= row.num_known_tokens, f"slot {step.slot}: token {end} is not known yet"
+            assert end <= min(row.num_blocks * self.block_size, self.max_length), (
+                f"slot {step.slot}: no block"
+            )
+            assert not step.samples or end == row.num_known_tokens, f"slot {step.slot} samples too early"
+
+
+def _float_params(sampling: SamplingParams) -> tuple[float, ...]:
+    return (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )

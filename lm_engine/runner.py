@@ -1,0 +1,259 @@
+"""Executes step plans on the device, in order, on a thread of its own.
+
+Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, S sampling rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.messages import TokenLogprobs
+from contracts.params import SamplingParams
+from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
+from lm_engine.plan import SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
+from lm_engine.request_table import RequestTable, StepInputs
+from lm_engine.sampler import Adjustments, LogprobsWanted, Needs, Penalties, RowParams, Sampled, sample
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose kernels are under way: host copies of its results are complete once `done` is."""
+
+    step_id: int
+    slots_S: tuple[int, ...]
+    num_top_S: tuple[int | None, ...]  # alternatives each row wants; None = no log-probabilities
+    results: Sampled | None
+    done: torch.cuda.Event | None  # None: already complete
+
+
+class Runner:
+    """Owns the request table; borrows model and KV cache.
+
+    `submit` never blocks. Steps run in the order of submission, each on what the one before left on the
+    device, so a plan may be submitted before the previous result is known. A step that raises fails its own
+    future; the next one runs. Embeddings of span pieces must be ready in the device's current stream.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        attention: AttentionBackend,
+        kv: PagedKV,
+        *,
+        max_sequences: int,
+        max_length: int,
+    ) -> None:
+        self.model = model
+        self.attention = attention
+        self.kv = kv
+        self.table = RequestTable(
+            vocab_size=model.config.vocab_size,
+            num_axes=model.config.num_position_axes,
+            max_sequences=max_sequences,
+            max_length=max_length,
+            block_size=kv.block_size,
+            device=model.device,
+        )
+        self._copies: torch.cuda.Stream | None = None
+        if model.device.type == "cuda":
+            self._copies = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch")
+        self._collector = ThreadPoolExecutor(1, thread_name_prefix="runner-collect")
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        launched = self._launcher.submit(self._launch, plan)
+        return self._collector.submit(lambda: _collect(launched.result()))
+
+    def close(self) -> None:
+        """Finishes what was submitted, then ends both threads."""
+        self._launcher.shutdown()
+        self._collector.shutdown()
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> _Launched:
+        self.table.turn_over(plan.released_slots, plan.admissions)
+        self.table.write_admissions(plan.admissions)
+        self._copy_blocks(plan.block_copies)
+        self.table.append_blocks(plan)
+        if not plan.sequences:
+            return _Launched(plan.step_id, (), (), None, None)
+        inputs = self.table.step_inputs(plan.sequences)
+        hidden_TH, deepstack_KTH = self._embed(inputs, plan)
+        hidden_TH = self.model.forward(
+            hidden_TH, inputs.positions_AT, self.kv, self.attention, inputs.metadata, deepstack_KTH
+        )
+        if not inputs.host_slots_S:
+            return _Launched(plan.step_id, (), (), None, None)
+        sampled = self._sample(inputs, self.model.logits(hidden_TH[inputs.last_rows_S]))
+        self.table.write_sampled(inputs, sampled.token_R)
+        results, done = self._copy_to_host(sampled)
+        wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in inputs.host_slots_S)
+        return _Launched(plan.step_id, inputs.host_slots_S, wanted, results, done)
+
+    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        if not copies:
+            return
+        targets = {target for _, target in copies}
+        assert len(targets) == len(copies), "a block is the target of two copies"
+        assert targets.isdisjoint(source for source, _ in copies), "a block is source and target"
+        sources_C, targets_C = self.table.to_device(np.array(copies, dtype=np.int64).T.copy()).unbind(0)
+        for cache in (self.kv.keys, self.kv.values):
+            cache[:, targets_C] = cache[:, sources_C]
+
+    def _embed(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Token embeddings with the span pieces in their places; deepstack features if there are any."""
+        hidden_TH = self.model.embed(inputs.token_ids_T)
+        if not plan.span_pieces:
+            return hidden_TH, None
+        num_tokens, width = hidden_TH.shape
+        levels = self.model.config.num_deepstack_levels
+        deepstack_KTH = hidden_TH.new_zeros(levels, num_tokens, width) if levels else None
+        starts = inputs.metadata.host_query_starts
+        row_of_slot = {step.slot: row for row, step in enumerate(plan.sequences)}
+        for piece in plan.span_pieces:
+            row = row_of_slot[piece.slot]
+            first = starts[row] + _offset_in_step(piece, plan.sequences[row])
+            rows_LW = piece.embeddings[piece.source_start : piece.source_start + piece.length]
+            assert rows_LW.shape == (piece.length, (1 + levels) * width), "embeddings of the wrong shape"
+            rows_LW = rows_LW.to(device=hidden_TH.device, dtype=hidden_TH.dtype, non_blocking=True)
+            hidden_TH[first : first + piece.length] = rows_LW[:, :width]
+            if deepstack_KTH is not None:
+                levels_LKH = rows_LW[:, width:].reshape(piece.length, levels, width)
+                deepstack_KTH[:, first : first + piece.length] = levels_LKH.transpose(0, 1)
+        return hidden_TH, deepstack_KTH
+
+    def _sample(self, inputs: StepInputs, logits_SV: Tensor) -> Sampled:
+        rows = [self.table.rows[slot] for slot in inputs.host_slots_S]
+        params = [row.sampling for row in rows]
+        temperature_S, top_p_S, min_p_S, *_ = self.table.floats[inputs.slots_S].unbind(1)
+        row_params = RowParams(
+            temperature_R=temperature_S,
+            top_p_R=top_p_S,
+            min_p_R=min_p_S,
+            top_k_R=self.table.top_k[inputs.slots_S],
+            seed_R=self.table.seed[inputs.slots_S],
+            position_R=inputs.next_index_S,
+        )
+        return sample(
+            logits_SV,
+            row_params,
+            _needs(params),
+            self._adjustments(inputs),
+            self._penalties(inputs, params),
+            self._logprobs_wanted(params),
+        )
+
+    def _adjustments(self, inputs: StepInputs) -> Adjustments | None:
+        entries: list[tuple[int, int]] = []
+        values: list[float] = []
+        for i, slot in enumerate(inputs.host_slots_S):
+            row = self.table.rows[slot]
+            bias = row.sampling.logit_bias
+            entries += [(i, token) for token, _ in bias]
+            values += [value for _, value in bias]
+            if inputs.host_next_index_S[i] - row.num_prompt_tokens < row.sampling.min_tokens:
+                forbidden = {*row.stop_token_ids, *row.sampling.stop_token_ids}
+                entries += [(i, token) for token in forbidden]
+                values += [-np.inf] * len(forbidden)
+        if not entries:
+            return None
+        pairs = np.array(entries, dtype=np.int64)
+        assert pairs[:, 1].min() >= 0
+        assert pairs[:, 1].max() < self.model.config.vocab_size, "a biased token is outside the vocabulary"
+        rows, tokens = self.table.to_device(pairs.T.copy()).unbind(0)
+        return Adjustments(rows, tokens, self.table.to_device(np.array(values, dtype=np.float32)))
+
+    def _penalties(self, inputs: StepInputs, params: list[SamplingParams]) -> Penalties | None:
+        penalised = [i for i, p in enumerate(params) if p.has_penalties]
+        if not penalised:
+            return None
+        longest = max(inputs.host_next_index_S[i] for i in penalised)
+        rows_P = self.table.to_device(np.array(penalised, dtype=np.int64))
+        slots_P = inputs.slots_S[rows_P]
+        *_, presence_P, frequency_P, repetition_P = self.table.floats[slots_P].unbind(1)
+        return Penalties(
+            rows_P=rows_P,
+            tokens_PL=self.table.token_ids[slots_P, :longest].long(),
+            lengths_P=inputs.next_index_S[rows_P],
+            num_prompt_P=self.table.num_prompt[slots_P],
+            presence_P=presence_P,
+            frequency_P=frequency_P,
+            repetition_P=repetition_P,
+        )
+
+    def _logprobs_wanted(self, params: list[SamplingParams]) -> LogprobsWanted | None:
+        wanting = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs is not None]
+        if not wanting:
+            return None
+        rows = self.table.to_device(np.array([i for i, _ in wanting], dtype=np.int64))
+        return LogprobsWanted(rows, max(num_top for _, num_top in wanting))
+
+    def _copy_to_host(self, sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
+        """On CUDA the copy runs beside the next step's kernels, on a stream of its own."""
+        if self._copies is None:
+            return sampled, None
+        self._copies.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(self._copies):
+            results = sampled.map(_to_pinned)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._copies)
+        return results, done
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def _offset_in_step(piece: SpanPiece, step: SequenceStep) -> int:
+    offset = piece.start - step.start
+    assert piece.length > 0
+    assert 0 <= offset <= step.num_tokens - piece.length, "a span piece lies outside its sequence's step"
+    return offset
+
+
+def _needs(params: list[SamplingParams]) -> Needs:
+    drawn = [p for p in params if not p.greedy]
+    return Needs(
+        random=bool(drawn),
+        max_top_k=max((p.top_k for p in drawn), default=0),
+        top_p=any(p.top_p < 1.0 for p in drawn),
+        nucleus_of_all=any(p.top_p < 1.0 and not p.top_k for p in drawn),
+        min_p=any(p.min_p > 0.0 for p in drawn),
+    )
+
+
+def _collect(launched: _Launched) -> StepResult:
+    """Waits for the device's results and makes them host values."""
+    if launched.results is None:
+        return StepResult(launched.step_id, ())
+    if launched.done is not None:
+        launched.done.synchronize()
+    tokens, valid = launched.results.token_R.tolist(), launched.results.valid_R.tolist()
+    logprobs = iter(_host_logprobs(launched))
+    sampled = tuple(
+        SampledToken(slot, token, None if num_top is None else next(logprobs))
+        for slot, token, num_top in zip(launched.slots_S, tokens, launched.num_top_S, strict=True)
+    )
+    failed = tuple(slot for slot, ok in zip(launched.slots_S, valid, strict=True) if not ok)
+    return StepResult(launched.step_id, sampled, failed)
+
+
+def _host_logprobs(launched: _Launched) -> list[TokenLogprobs]:
+    """One entry per row that wants them, in row order."""
+    assert launched.results is not None
+    found = launched.results.logprobs
+    if found is None:
+        return []
+    counts = [num_top for num_top in launched.num_top_S if num_top is not None]
+    columns = (found.chosen_Q, found.rank_Q, found.top_ids_QK, found.top_values_QK)
+    return [
+        TokenLogprobs(chosen, rank, tuple(zip(ids[:num_top], values[:num_top], strict=True)))
+        for num_top, chosen, rank, ids, values in zip(counts, *(c.tolist() for c in columns), strict=True)
+    ]

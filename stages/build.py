@@ -1,0 +1,114 @@
+"""Builds what a stage runs: loads weights on its device, sizes its memory, returns it with its capacity
+line."""
+
+from __future__ import annotations
+
+import torch
+
+from encoder_pool.batcher import BatchLimits
+from encoder_pool.cache import CacheConfig
+from encoder_pool.pool import EncoderPool, EncoderPoolConfig
+from lm_engine.config import EngineConfig
+from lm_engine.engine import LMEngine
+from lm_engine.memory import KVCapacity, StepLimits, allocate_kv, capacity_of, measure_capacity
+from lm_engine.model import DecoderModel
+from lm_engine.runner import Runner
+from model_families.family import Family
+from stages.deployment import EncoderConfig, LMConfig, parse_bytes, step_bounds
+from stages.memory_plan import MIB, StagePlan, device_bytes
+
+CUDA_SHARE = 0.9  # of the free memory, for a stage without a limit of its own
+
+
+def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
+    device = torch.device(plan.device)
+    model = family.load_encoder(device, plan.dtype)
+    cache = CacheConfig(
+        device_bytes=plan.cache,
+        host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),
+    )
+    limits = BatchLimits(max_tokens=config.max_batch_tokens, max_items=config.max_batch_items)
+    pool = EncoderPool(model, EncoderPoolConfig(limits=limits, cache=cache), plan.stage)
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return pool, f"{plan.device}, {dtype}; embedding cache {cache.device_bytes / MIB:,.0f} MiB"
+
+
+def build_lm_engine(
+    family: Family, config: LMConfig, plan: StagePlan, context_length: int
+) -> tuple[LMEngine, str]:
+    device = torch.device(plan.device)
+    model = family.load_decoder(device, plan.dtype, config.kernels)
+    capacity = _kv_capacity(model, config, plan, context_length)
+    kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
+    runner = Runner(
+        model, model.attention, kv, max_sequences=step_bounds(config).max_sequences, max_length=context_length
+    )
+    engine = LMEngine(
+        _engine_config(family, config, plan, capacity, context_length), runner, family.positions
+    )
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return engine, f"{plan.device}, {dtype}, {model.attention.name} attention; {capacity}"
+
+
+def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context_length: int) -> KVCapacity:
+    """`kv_memory` as given; else what the limit (or the device) leaves beside a measured step."""
+    if config.kv_memory is not None:
+        return capacity_of(
+            model.config,
+            plan.dtype,
+            kv_bytes=plan.cache,
+            block_size=config.block_size,
+            context_length=context_length,
+        )
+    bounds = step_bounds(config)
+    measured = measure_capacity(
+        model,
+        model.attention,
+        StepLimits(bounds.max_step_tokens, bounds.max_sequences, context_length),
+        budget_bytes=_budget(plan),
+        block_size=config.block_size,
+    )
+    if plan.limit is not None or plan.device != "cpu":
+        return measured
+    # A host without a stated limit is shared with everything else: no more than requests are likely to use.
+    return capacity_of(
+        model.config,
+        plan.dtype,
+        kv_bytes=min(measured.num_blocks * measured.block_bytes, max(plan.cache, MIB)),
+        block_size=config.block_size,
+        context_length=context_length,
+        peak_bytes=measured.peak_bytes,
+    )
+
+
+def _budget(plan: StagePlan) -> int:
+    if plan.limit is not None:
+        return plan.limit
+    if plan.device == "cpu":
+        return plan.weights + device_bytes(plan.device)
+    return plan.weights + int(device_bytes(plan.device) * CUDA_SHARE)
+
+
+def _engine_config(
+    family: Family, config: LMConfig, plan: StagePlan, capacity: KVCapacity, context_length: int
+) -> EngineConfig:
+    decoder = family.decoder_config
+    bounds = step_bounds(config)
+    takes_media = family.image_spec is not None
+    return EngineConfig(
+        num_blocks=capacity.num_blocks,
+        context_length=context_length,
+        eos_token_ids=family.eos_token_ids,
+        block_size=config.block_size,
+        max_step_tokens=bounds.max_step_tokens,
+        max_sequences=bounds.max_sequences,
+        max_step_visual_tokens=bounds.max_step_visual_tokens,
+        long_prefill_cap=bounds.long_prefill_cap,
+        max_resident_embedding_tokens=config.max_resident_embedding_tokens,
+        embedding_width=decoder.hidden_size * (1 + decoder.num_deepstack_levels) if takes_media else 0,
+        max_waiting_requests=config.max_waiting_requests,
+        policy=config.policy,
+        prefix_cache=config.prefix_cache,
+        overlap=config.overlap,
+        stage=plan.stage,
+    )

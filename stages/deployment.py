@@ -1,0 +1,329 @@
+"""Deployment: where each stage runs and how much it may use. TOML in, frozen structs out, `--set` on top."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import torch
+
+from contracts.pipeline import Pipeline
+from contracts.specs import MediaLimits
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class DeploymentError(ValueError):
+    """The deployment is wrong; the message names the stage or section and the field."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class PreprocessConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The CPU pool. `workers` 0 = one per core but one, at least one."""
+
+    workers: int = 0
+    max_queued_jobs: int = 256
+    arena_bytes: int | str = "512MiB"
+    index_items: int = 65536
+    digest: Literal["xxh3", "sha256"] = "xxh3"
+    auto_max_pixels: int | None = None  # resolution of detail:auto under load
+
+
+class PlacedConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every GPU-able stage shares. `devices` auto = the first GPU, else the CPU. `dtype` auto = the
+    checkpoint's."""
+
+    devices: tuple[str, ...] | str = "auto"
+    replicas: int = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    memory: int | str | float | None = None  # bytes, "2GiB", or a fraction of the device
+
+    @property
+    def device_list(self) -> tuple[str, ...]:
+        devices = (self.devices,) if isinstance(self.devices, str) else self.devices
+        best = "cuda:0" if torch.cuda.is_available() else "cpu"
+        return tuple(best if device == "auto" else device for device in devices)
+
+
+class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_batch_tokens: int = 16384
+    max_batch_items: int = 64
+    embedding_cache: int | str = "256MiB"
+    embedding_cache_host: int | str = "256MiB"
+
+
+class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step.
+
+    Step bounds that are None follow the device: a GPU takes large steps, a CPU small ones.
+    """
+
+    tensor_parallel: int = 1
+    kv_memory: int | str | None = None
+    block_size: int = 16
+    max_sequences: int | None = None
+    max_step_tokens: int | None = None
+    max_step_visual_tokens: int | None = None
+    long_prefill_cap: int | None = None
+    max_resident_embedding_tokens: int = 65536
+    max_waiting_requests: int = 1024
+    max_context: int | None = None  # below the model's own
+    policy: Literal["fcfs", "priority", "fair", "cache_aware"] = "fcfs"
+    prefix_cache: bool = True
+    overlap: bool = True
+    kernels: Literal["auto", "reference", "native"] = "auto"
+
+
+class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds of a step, resolved."""
+
+    max_sequences: int
+    max_step_tokens: int
+    max_step_visual_tokens: int
+    long_prefill_cap: int
+
+
+def step_bounds(config: LMConfig) -> StepBounds:
+    on_gpu = config.device_list[0].startswith("cuda")
+    sequences = config.max_sequences or (256 if on_gpu else 32)
+    tokens = config.max_step_tokens or max(8192 if on_gpu else 512, sequences)
+    return StepBounds(
+        max_sequences=sequences,
+        max_step_tokens=tokens,
+        max_step_visual_tokens=config.max_step_visual_tokens or tokens,
+        long_prefill_cap=config.long_prefill_cap or tokens,
+    )
+
+
+class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    stages: tuple[str, ...]
+    threads: int | None = None
+
+
+class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    target: str
+    connector: Literal["auto", "inproc"] = "auto"
+    capacity: int = 64  # credits: chunks under way
+
+
+class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of the front process. A request past `max_requests` gets 429."""
+
+    max_requests: int = 1024
+    request_timeout_s: float | None = None
+    threads: int | None = None
+
+
+class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    preprocess: PreprocessConfig = PreprocessConfig()
+    encoders: dict[str, EncoderConfig] = {}
+    lms: dict[str, LMConfig] = {}
+    workers: tuple[WorkerConfig, ...] = ()
+    edges: tuple[EdgeConfig, ...] = ()
+    limits: MediaLimits = MediaLimits()
+    server: ServerConfig = ServerConfig()
+
+    def edge(self, source: str, target: str) -> EdgeConfig:
+        for edge in self.edges:
+            if (edge.source, edge.target) == (source, target):
+                return edge
+        return EdgeConfig(source=source, target=target)
+
+
+STEP_FIELDS = (
+    "block_size",
+    "max_sequences",
+    "max_step_tokens",
+    "max_step_visual_tokens",
+    "long_prefill_cap",
+    "max_resident_embedding_tokens",
+    "max_waiting_requests",
+)
+SECTIONS = ("preprocess", "limits", "server")
+
+
+def load_deployment(
+    pipeline: Pipeline, file: Path | None = None, overrides: tuple[str, ...] = ()
+) -> Deployment:
+    """Reads `file` (or defaults for one machine), applies `PATH=VALUE` overrides, checks it against the
+    pipeline.
+
+    TOML: `[stage.NAME]`, `[[worker]]`, `[[edge]]`, `[preprocess]`, `[limits]`, `[server]`. A path in an
+    override
+    is `NAME.field` of a stage or section.
+    """
+    data: dict[str, Any] = {}
+    if file is not None:
+        try:
+            data = tomllib.loads(file.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise DeploymentError(f"deployment {file}: {error}") from error
+    for override in overrides:
+        _apply_override(data, override, pipeline)
+    deployment = _convert(data, pipeline)
+    _validate(deployment, pipeline)
+    return deployment
+
+
+def _apply_override(data: dict[str, Any], override: str, pipeline: Pipeline) -> None:
+    path, equals, text = override.partition("=")
+    section, dot, field = path.strip().partition(".")
+    if not equals or not dot or not field or "." in field:
+        raise DeploymentError(f"--set {override!r}: want NAME.field=value")
+    if section in SECTIONS:
+        table = data.setdefault(section, {})
+    elif section in {spec.name for spec in pipeline.stages}:
+        table = data.setdefault("stage", {}).setdefault(section, {})
+    else:
+        known = [*SECTIONS, *(s.name for s in pipeline.stages if s.kind != "preprocess")]
+        raise DeploymentError(
+            f"--set {override!r}: no stage or section {section!r}; there are {', '.join(known)}"
+        )
+    table[field] = _literal(text.strip())
+
+
+def _literal(text: str) -> Any:
+    """A TOML value, or the bare text where it is none (`cuda:1`)."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _convert(data: dict[str, Any], pipeline: Pipeline) -> Deployment:
+    unknown = set(data) - {"stage", "worker", "edge", *SECTIONS}
+    if unknown:
+        raise DeploymentError(f"deployment: unknown section {sorted(unknown)[0]!r}")
+    stages: dict[str, Any] = data.get("stage", {})
+    names = {spec.name for spec in pipeline.stages if spec.kind in ("encoder", "lm")}
+    for name in stages:
+        if name not in names:
+            raise DeploymentError(
+                f"stage.{name}: the pipeline has no such stage; it has {', '.join(sorted(names))}"
+            )
+    encoders = {
+        s.name: _section(stages.get(s.name, {}), EncoderConfig, f"stage.{s.name}")
+        for s in pipeline.of_kind("encoder")
+    }
+    lms = {
+        s.name: _section(stages.get(s.name, {}), LMConfig, f"stage.{s.name}") for s in pipeline.of_kind("lm")
+    }
+    return Deployment(
+        preprocess=_section(data.get("preprocess", {}), PreprocessConfig, "preprocess"),
+        encoders=encoders,
+        lms=lms,
+        workers=tuple(
+            _section(w, WorkerConfig, f"worker[{i}]") for i, w in enumerate(data.get("worker", []))
+        ),
+        edges=tuple(_section(e, EdgeConfig, f"edge[{i}]") for i, e in enumerate(data.get("edge", []))),
+        limits=_section(data.get("limits", {}), MediaLimits, "limits"),
+        server=_section(data.get("server", {}), ServerConfig, "server"),
+    )
+
+
+def _section(data: Any, cls: type[T], where: str) -> T:
+    fields = {f.name for f in msgspec.structs.fields(cls)}
+    if isinstance(data, dict) and (unknown := sorted(set(data) - fields)):
+        raise DeploymentError(f"{where}.{unknown[0]}: unknown field; there are {', '.join(sorted(fields))}")
+    try:
+        return msgspec.convert(data, cls)
+    except msgspec.ValidationError as error:
+        raise DeploymentError(f"{where}: {error}") from error
+
+
+def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
+    for name, stage in {**deployment.encoders, **deployment.lms}.items():
+        _validate_placed(name, stage)
+    for name, lm in deployment.lms.items():
+        _positive(f"stage.{name}", lm, STEP_FIELDS)
+        bounds = step_bounds(lm)
+        if bounds.max_step_tokens < bounds.max_sequences:
+            raise DeploymentError(
+                f"stage.{name}.max_step_tokens: {bounds.max_step_tokens} is below max_sequences,"
+                f" {bounds.max_sequences}"
+            )
+        if lm.tensor_parallel != 1:
+            raise DeploymentError(f"stage.{name}.tensor_parallel: only 1 is supported by this version")
+    for name, encoder in deployment.encoders.items():
+        _positive(f"stage.{name}", encoder, ("max_batch_tokens", "max_batch_items"))
+    for edge in deployment.edges:
+        if (edge.source, edge.target) not in {(e.source, e.target) for e in pipeline.edges}:
+            raise DeploymentError(f"edge {edge.source}->{edge.target}: the pipeline has no such edge")
+        _positive(f"edge {edge.source}->{edge.target}", edge, ("capacity",))
+    _validate_workers(deployment, pipeline)
+
+
+def _validate_placed(name: str, stage: PlacedConfig) -> None:
+    if not stage.device_list:
+        raise DeploymentError(f"stage.{name}.devices: at least one device")
+    devices = (stage.devices,) if isinstance(stage.devices, str) else stage.devices
+    for device in devices:
+        kind, _, index = device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
+            raise DeploymentError(
+                f"stage.{name}.devices: {device!r} is no device; want auto, cpu, cuda or cuda:N"
+            )
+    if stage.replicas != 1:
+        raise DeploymentError(f"stage.{name}.replicas: only 1 is supported by this version")
+
+
+def _validate_workers(deployment: Deployment, pipeline: Pipeline) -> None:
+    placed: dict[str, str] = {}
+    names = {s.name for s in pipeline.stages if s.kind != "preprocess"}
+    for worker in deployment.workers:
+        for stage in worker.stages:
+            if stage not in names:
+                raise DeploymentError(f"worker {worker.name!r}: the pipeline has no stage {stage!r}")
+            if stage in placed:
+                raise DeploymentError(f"worker {worker.name!r}: stage {stage!r} is also in {placed[stage]!r}")
+            placed[stage] = worker.name
+    if len(deployment.workers) > 1:
+        raise DeploymentError("worker: this version runs every stage in one worker")
+
+
+def _positive(where: str, config: Config, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        value = msgspec.structs.asdict(config)[field]
+        if value is not None and value <= 0:
+            raise DeploymentError(f"{where}.{field}: must be positive, is {value}")
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+
+
+def parse_bytes(value: int | str, where: str) -> int:
+    """`256MiB` → bytes. Raises DeploymentError naming `where`."""
+    if isinstance(value, int):
+        number, unit = float(value), ""
+    else:
+        text = value.strip()
+        digits = text.rstrip("KMGIBkmgib ")
+        unit = text[len(digits) :].strip().upper()
+        try:
+            number = float(digits)
+        except ValueError:
+            raise DeploymentError(f"{where}: {value!r} is no size; want bytes or e.g. 256MiB") from None
+    if unit not in _UNITS or number < 0:
+        raise DeploymentError(f"{where}: {value!r} is no size; want bytes or e.g. 256MiB")
+    return int(number * _UNITS[unit])
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,96 @@
+"""The encoder stage's logic: an EncoderPool behind a stage shell; features in from shared memory,
+embeddings out."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.chunks import Chunk
+from contracts.media import FeatureRef
+from contracts.messages import Encode, FromStage, ToStage
+from encoder_pool.outcomes import Embedded
+from encoder_pool.pool import EncoderPool
+from stages.lm_stage import EMBEDDINGS
+from stages.shell import StepResultBatch
+
+FeatureReader = Callable[[FeatureRef], np.ndarray]
+
+
+def tensor_over(array: np.ndarray) -> Tensor:
+    """A tensor over the same memory, which may be mapped read-only: torch knows no read-only tensors and
+    warns of
+    such arrays, so it is given the address. Valid as long as the mapping and the lease."""
+    memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
+
+
+class EncoderStage:
+    """`build` loads the tower and returns the pool with its capacity line; `read` maps shared features, no
+    copy."""
+
+    def __init__(self, name: str, build: Callable[[], tuple[EncoderPool, str]], read: FeatureReader) -> None:
+        self._name = name
+        self._build = build
+        self._read = read
+        self._pool: EncoderPool | None = None
+
+    @property
+    def pool(self) -> EncoderPool:
+        assert self._pool is not None, f"stage {self._name} is not started"
+        return self._pool
+
+    def start(self) -> str:
+        self._pool, detail = self._build()
+        return detail
+
+    def handle(self, message: ToStage) -> list[FromStage]:
+        assert isinstance(message, Encode), f"stage {self._name} got {type(message).__name__}"
+        self.pool.add(message, self._features(message.item.features))
+        return []
+
+    def _features(self, ref: FeatureRef | None) -> Tensor | None:
+        return None if ref is None else tensor_over(self._read(ref))
+
+    def accept(self, chunk: Chunk) -> list[FromStage]:
+        raise AssertionError(f"stage {self._name} takes no chunks")
+
+    def has_work(self) -> bool:
+        return self.pool.has_work()
+
+    async def step(self) -> StepResultBatch:
+        batch = StepResultBatch()
+        for outcome in self.pool.step():
+            if isinstance(outcome, Embedded):
+                tensors = {EMBEDDINGS: outcome.embeddings}
+                chunk = Chunk(outcome.request_id, str(outcome.item_index), 0, True, tensors)
+                batch.chunks.append((outcome.target, chunk))
+            else:
+                batch.messages.append(outcome)
+        return batch
+
+    def sent(self, chunk: Chunk) -> None:
+        self.pool.release(chunk.request_id, int(chunk.stream))
+
+    def abort(self, request_id: str) -> None:
+        self.pool.abort(request_id)
+
+    def reset_cache(self) -> None:
+        self.pool.reset_cache()
+
+    def check_integrity(self) -> str | None:
+        return self.pool.check_integrity()
+
+    def is_idle(self) -> bool:
+        return not self.pool.busy
+
+    def stats(self) -> dict[str, float]:
+        return self.pool.stats()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,81 @@
+"""The LM stage's logic: an LMEngine behind a stage shell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from contracts.chunks import Chunk
+from contracts.errors import OmnistageError
+from contracts.messages import Failed, FromStage, Generate, StopSample, ToStage
+from lm_engine.engine import LMEngine
+from stages.shell import StepResultBatch
+
+EMBEDDINGS = "embeddings"
+
+
+class LMStage:
+    """`build` loads the weights, sizes the KV cache and returns the engine with its capacity line."""
+
+    def __init__(self, name: str, build: Callable[[], tuple[LMEngine, str]]) -> None:
+        self._name = name
+        self._build = build
+        self._engine: LMEngine | None = None
+
+    @property
+    def engine(self) -> LMEngine:
+        assert self._engine is not None, f"stage {self._name} is not started"
+        return self._engine
+
+    def start(self) -> str:
+        self._engine, detail = self._build()
+        return detail
+
+    def handle(self, message: ToStage) -> list[FromStage]:
+        match message:
+            case Generate(request_id=request_id):
+                try:
+                    self.engine.add(message)
+                except OmnistageError as error:
+                    error.request_id, error.stage = request_id, self._name
+                    return [Failed(request_id, error.info())]
+            case StopSample(request_id, sample):
+                self.engine.stop_sample(request_id, sample)
+            case _:
+                raise AssertionError(f"stage {self._name} got {type(message).__name__}")
+        return []
+
+    def accept(self, chunk: Chunk) -> list[FromStage]:
+        try:
+            self.engine.embeddings_ready(chunk.request_id, int(chunk.stream), chunk.tensors[EMBEDDINGS])
+        except OmnistageError as error:
+            error.request_id, error.stage = chunk.request_id, self._name
+            return [Failed(chunk.request_id, error.info())]
+        return []
+
+    def has_work(self) -> bool:
+        return self.engine.has_work()
+
+    async def step(self) -> StepResultBatch:
+        return StepResultBatch(messages=list((await self.engine.step()).messages))
+
+    def sent(self, chunk: Chunk) -> None:
+        raise AssertionError(f"stage {self._name} sends no chunks")
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def reset_cache(self) -> None:
+        self.engine.reset_cache()
+
+    def check_integrity(self) -> str | None:
+        return self.engine.check_integrity()
+
+    def is_idle(self) -> bool:
+        return self.engine.is_idle()
+
+    def stats(self) -> dict[str, float]:
+        return self.engine.stats()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()

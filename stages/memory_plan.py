@@ -1,0 +1,126 @@
+"""The memory plan: what each stage will take of its device, from shapes alone, before any weight loads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from lm_engine.model import DecoderConfig
+from stages.deployment import DeploymentError, EncoderConfig, LMConfig, PlacedConfig, parse_bytes, step_bounds
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Bytes by purpose; `limit` is what the stage may use in all, None = unbounded by the file."""
+
+    stage: str
+    device: str
+    dtype: torch.dtype
+    weights: int
+    cache: int  # KV blocks or embedding cache
+    activations: int
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.activations
+
+
+def device_bytes(device: str) -> int:
+    """What a stage could use now: free memory of a GPU, available memory of the host."""
+    if device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return int(free)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def stage_limit(name: str, config: PlacedConfig, device: str) -> int | None:
+    memory = config.memory
+    if memory is None:
+        return None
+    if isinstance(memory, float) and memory <= 1.0:
+        return int(device_bytes(device) * memory)
+    return parse_bytes(int(memory) if isinstance(memory, float) else memory, f"stage.{name}.memory")
+
+
+def plan_lm(
+    name: str,
+    config: LMConfig,
+    decoder: DecoderConfig,
+    weight_elements: int,
+    dtype: torch.dtype,
+    context: int,
+) -> StagePlan:
+    """KV for one request of full length is the least a stage must hold; more is used when memory allows
+    it."""
+    device = config.device_list[0]
+    weights = weight_elements * dtype.itemsize
+    bounds = step_bounds(config)
+    logits = bounds.max_sequences * decoder.vocab_size * 4
+    hidden = bounds.max_step_tokens * max(decoder.intermediate_size * 2, decoder.hidden_size * 4) * 4
+    if config.kv_memory is not None:
+        cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
+    else:
+        cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden)
+    return StagePlan(name, device, dtype, weights, cache, logits + hidden, stage_limit(name, config, device))
+
+
+def default_kv_bytes(
+    name: str, config: LMConfig, decoder: DecoderConfig, dtype: torch.dtype, context: int, other: int
+) -> int:
+    """Without a limit: what `max_sequences` requests of a quarter context want, at most 40% of what is
+    free."""
+    device = config.device_list[0]
+    per_token = decoder.kv_bytes_per_token(dtype)
+    wanted = per_token * max(context, step_bounds(config).max_sequences * context // 4)
+    limit = stage_limit(name, config, device)
+    room = limit - other if limit is not None else int(device_bytes(device) * 0.4)
+    return max(min(wanted, room), 0)
+
+
+def plan_encoder(
+    name: str, config: EncoderConfig, weight_elements: int, dtype: torch.dtype, width: int
+) -> StagePlan:
+    device = config.device_list[0]
+    cache = parse_bytes(config.embedding_cache, f"stage.{name}.embedding_cache")
+    activations = config.max_batch_tokens * width * dtype.itemsize * 8
+    limit = stage_limit(name, config, device)
+    return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, cache, activations, limit)
+
+
+def check_plan(plans: list[StagePlan]) -> None:
+    """Refuses an over-commit, naming the stages. Raises DeploymentError."""
+    for plan in plans:
+        if plan.limit is not None and plan.total > plan.limit:
+            raise DeploymentError(
+                f"stage.{plan.stage}.memory: needs {_size(plan.total)} (weights {_size(plan.weights)}, cache"
+                f" {_size(plan.cache)}, activations {_size(plan.activations)}), may use {_size(plan.limit)}"
+            )
+    for device in {plan.device for plan in plans}:
+        on_device = [plan for plan in plans if plan.device == device]
+        total, free = sum(plan.total for plan in on_device), device_bytes(device)
+        if total > free:
+            parts = ", ".join(f"{plan.stage} {_size(plan.total)}" for plan in on_device)
+            raise DeploymentError(f"device {device}: {_size(total)} wanted ({parts}), {_size(free)} free")
+
+
+def render_plan(plans: list[StagePlan]) -> str:
+    rows = [("stage", "device", "dtype", "weights", "cache", "activations", "total", "limit")]
+    for p in plans:
+        dtype = str(p.dtype).removeprefix("torch.")
+        limit = "-" if p.limit is None else _size(p.limit)
+        sizes = (_size(p.weights), _size(p.cache), _size(p.activations), _size(p.total))
+        rows.append((p.stage, p.device, dtype, *sizes, limit))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

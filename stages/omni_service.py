@@ -1,0 +1,271 @@
+"""OmniService: turns an API request into a prompt (media resolved, template rendered) and runs it through
+the graph."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from contracts.conversation import Conversation, TextPart
+from contracts.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    RequestTimeout,
+    TooManyRequests,
+)
+from contracts.media import MediaItem, MediaSource, Prompt
+from contracts.messages import Generate, Generated, IntegrityReport
+from contracts.params import SamplingParams
+from model_families.family import Family
+from model_families.text import ChatTokenizer
+from preprocess.service import Preprocessor
+from stages.coordinator import Coordinator
+from stages.deployment import Deployment
+from stages.media_claims import ClaimRegistry, MediaClaim
+from stages.service import (
+    UNLIMITED,
+    Event,
+    GenerationRequest,
+    ModelCard,
+    PromptReady,
+    StageHealth,
+    Tokens,
+)
+
+# Longer conversations are tokenised off the event loop.
+INLINE_TOKENIZE_CHARS = 20_000
+
+
+class OmniService:
+    """The Service of one model. Owns nothing that outlives a request; `launch` owns the parts."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        family: Family,
+        deployment: Deployment,
+        coordinator: Coordinator,
+        preprocessor: Preprocessor | None,
+        context_length: int,
+    ) -> None:
+        self.card = card
+        self.tokenizer: ChatTokenizer = family.tokenizer
+        self._family = family
+        self._deployment = deployment
+        self._coordinator = coordinator
+        self._preprocessor = preprocessor
+        self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
+        self._context_length = context_length
+        self._num_open = 0
+
+    # --- generation -------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """See `stages.service.Service.generate`."""
+        bound = self._deployment.server.max_requests
+        if self._num_open >= bound:
+            raise TooManyRequests(f"{bound} requests are open already; try again later", retry_after_s=1.0)
+        self._num_open += 1
+        request_id = f"req-{uuid.uuid4().hex}"
+        timeout_s = request.timeout_s or self._deployment.server.request_timeout_s
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        try:
+            events = self._generate(request_id, request)
+            async with contextlib.aclosing(events):
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            event = await anext(events, None)
+                    except TimeoutError:
+                        message = f"the request took longer than {timeout_s:g} s"
+                        raise RequestTimeout(message, request_id=request_id) from None
+                    if event is None:
+                        return
+                    yield event
+        finally:
+            self._num_open -= 1
+
+    async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        claims = await self._resolve(request.input)
+        try:
+            prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
+            message = Generate(
+                request_id=request_id,
+                prompt=prompt,
+                sampling=self._complete_sampling(prompt, request.sampling),
+                priority=request.priority,
+                tenant=request.tenant,
+                cache_salt=request.cache_salt,
+            )
+        except BaseException:
+            for claim in claims:
+                claim.release()
+            raise
+        yield PromptReady(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            media_tokens=_media_tokens(prompt),
+            max_tokens=message.sampling.max_tokens,
+        )
+        tokens = self._coordinator.run(message, tuple(claims))
+        async with contextlib.aclosing(tokens):
+            async for generated in tokens:
+                if generated.deltas:
+                    yield _tokens(generated)
+
+    async def _resolve(self, given: Conversation | str | tuple[int, ...]) -> list[MediaClaim]:
+        sources = given.media() if isinstance(given, Conversation) else []
+        if not sources:
+            return []
+        self._check_sources(sources)
+        tasks = [asyncio.create_task(self._claim(source)) for source in sources]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            await _cancel_and_release(tasks)
+            raise
+
+    async def _claim(self, source: MediaSource) -> MediaClaim:
+        """A claim of its own as soon as the item is resolved, so that a full arena may take features back."""
+        spec = self._family.image_spec
+        assert self._preprocessor is not None
+        assert self._claims is not None
+        assert spec is not None
+        return self._claims.claim(await self._preprocessor.resolve(source, spec, self._auto_max_pixels()))
+
+    def _auto_max_pixels(self) -> int | None:
+        """The declared load policy: above half of `server.max_requests`, `detail: auto` gets the lower
+        cap."""
+        cap = self._deployment.preprocess.auto_max_pixels
+        loaded = self._num_open * 2 > self._deployment.server.max_requests
+        return cap if loaded else None
+
+    def _check_sources(self, sources: Sequence[MediaSource]) -> None:
+        limit = self._deployment.limits.max_items_per_request
+        if len(sources) > limit:
+            raise BadRequest(
+                f"at most {limit} media items per request, got {len(sources)} over the whole conversation",
+                param="messages",
+                code="too_many_media_items",
+            )
+        for source in sources:
+            if source.modality not in self.card.input_modalities or self._preprocessor is None:
+                raise BadRequest(
+                    f"{self.card.names[0]} takes {' and '.join(self.card.input_modalities)} only,"
+                    f" not {source.modality}",
+                    param=source.param,
+                    code="unsupported_modality",
+                )
+
+    async def _build_prompt(
+        self, given: Conversation | str | tuple[int, ...], items: list[MediaItem]
+    ) -> Prompt:
+        if isinstance(given, tuple):
+            self._check_token_ids(given)
+            return Prompt(list(given))
+        tokenizer = self.tokenizer
+        if isinstance(given, str):
+            if len(given) > INLINE_TOKENIZE_CHARS:
+                ids = await asyncio.to_thread(tokenizer.encode, given, add_special_tokens=True)
+            else:
+                ids = tokenizer.encode(given, add_special_tokens=True)
+        elif _num_chars(given) > INLINE_TOKENIZE_CHARS:
+            ids = await asyncio.to_thread(tokenizer.encode_conversation, given)
+        else:
+            ids = tokenizer.encode_conversation(given)
+        if not ids:
+            raise BadRequest("the prompt is empty", param="prompt")
+        return self._family.layout(ids, items)
+
+    def _check_token_ids(self, token_ids: tuple[int, ...]) -> None:
+        vocab_size = self._family.decoder_config.vocab_size
+        if not token_ids:
+            raise BadRequest("the prompt is empty", param="prompt")
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise BadRequest(
+                    f"token id {token_id} is not in the vocabulary of {vocab_size}", param="prompt"
+                )
+
+    def _complete_sampling(self, prompt: Prompt, sampling: SamplingParams) -> SamplingParams:
+        """Clips an unlimited `max_tokens` to the context and draws a seed where none is given."""
+        num_prompt = len(prompt.token_ids)
+        room = self._context_length - num_prompt
+        max_tokens = max(room, 0) if sampling.max_tokens >= UNLIMITED else sampling.max_tokens
+        if max_tokens < 1 or max_tokens > room:
+            media = prompt.num_media_tokens
+            raise ContextLengthExceeded(
+                f"this model's context is {self._context_length} tokens; the request needs"
+                f" {num_prompt + max(max_tokens, 1)}: {num_prompt - media} of text, {media} of media,"
+                f" {max(max_tokens, 1)} of output",
+                param="messages",
+            )
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        min_tokens = min(sampling.min_tokens, max_tokens)
+        return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
+
+    def stop_sample(self, request_id: str, sample: int) -> None:
+        self._coordinator.stop_sample(request_id, sample)
+
+    # --- the server as a whole --------------------------------------------------------------------------
+
+    def health(self) -> tuple[StageHealth, ...]:
+        return tuple(
+            StageHealth(name, state, detail) for name, (state, detail) in self._coordinator.states.items()
+        )
+
+    def ready(self) -> bool:
+        return self._coordinator.all_ready()
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        stats = dict(self._coordinator.stats)
+        if self._preprocessor is not None:
+            stats["preprocess"] = self._preprocessor.stats()
+        stats["front"] = {"open_requests": float(self._num_open)}
+        return stats
+
+    async def drained(self) -> None:
+        """Returns when no stage holds anything of any request."""
+        await self._coordinator.drained()
+
+    async def reset_cache(self) -> None:
+        if self._preprocessor is not None:
+            self._preprocessor.index.clear()
+        await self._coordinator.reset_cache()
+
+    async def check_integrity(self) -> tuple[IntegrityReport, ...]:
+        reports = await self._coordinator.check_integrity()
+        if self._preprocessor is not None:
+            problem = self._preprocessor.check_integrity()
+            reports += (IntegrityReport(0, "preprocess", problem, False),)
+        return reports
+
+
+async def _cancel_and_release(tasks: Sequence[asyncio.Task[MediaClaim]]) -> None:
+    """One item failed: the others are cancelled, and what was already resolved gives its features back."""
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(outcome, BaseException):
+            outcome.release()
+
+
+def _media_tokens(prompt: Prompt) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for span in prompt.spans:
+        modality = prompt.items[span.item_index].modality
+        counts[modality] = counts.get(modality, 0) + span.length
+    return counts
+
+
+def _num_chars(conversation: Conversation) -> int:
+    return sum(len(p.text) for m in conversation.messages for p in m.parts if isinstance(p, TextPart))
+
+
+def _tokens(generated: Generated) -> Tokens:
+    return Tokens(deltas=generated.deltas, num_cached_tokens=generated.num_cached_tokens)

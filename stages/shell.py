@@ -1,0 +1,213 @@
+"""Stage shell: one stage's mailbox, edges and run loop. Knows no model; the stage's logic does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from connectors.interface import Receiver, Sender
+from contracts.chunks import Chunk
+from contracts.errors import EngineError, PeerLost
+from contracts.messages import (
+    Abort,
+    Aborted,
+    CacheWasReset,
+    CheckIntegrity,
+    FromStage,
+    IntegrityReport,
+    ResetCache,
+    Shutdown,
+    StageFailed,
+    StageReady,
+    StageStats,
+    ToStage,
+)
+from stages.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.25
+
+
+@dataclass
+class StepResultBatch:
+    """What a step gives: messages for the front, chunks for the edges by target stage."""
+
+    messages: list[FromStage] = field(default_factory=list)
+    chunks: list[tuple[str, Chunk]] = field(default_factory=list)
+
+
+class StageLogic(Protocol):
+    """The scheduler and runner of a stage, driven by its shell on one event loop.
+
+    `handle`, `accept` and `abort` may run while a `step` awaits. A request's own failure is a Failed message;
+    an exception means the stage itself is broken.
+    """
+
+    def start(self) -> str:
+        """Loads weights and sizes memory; returns the capacity line. Runs before anything else, may block."""
+        ...
+
+    def handle(self, message: ToStage) -> list[FromStage]: ...
+
+    def accept(self, chunk: Chunk) -> list[FromStage]: ...
+
+    def has_work(self) -> bool: ...
+
+    async def step(self) -> StepResultBatch: ...
+
+    def sent(self, chunk: Chunk) -> None:
+        """A chunk of the last step left over its edge, or was dropped: what it held may be let go."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def reset_cache(self) -> None: ...
+
+    def check_integrity(self) -> str | None: ...
+
+    def is_idle(self) -> bool: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class StageShell:
+    """Runs one stage until Shutdown. `emit` hands messages to the front process, from this shell's loop."""
+
+    def __init__(
+        self,
+        name: str,
+        logic: StageLogic,
+        emit: Callable[[Sequence[FromStage]], None],
+        senders: dict[str, Sender] | None = None,
+        receivers: Sequence[Receiver] = (),
+    ) -> None:
+        self.name = name
+        self.mailbox: Mailbox[ToStage] = Mailbox()
+        self._logic = logic
+        self._emit = emit
+        self._senders = senders or {}
+        self._receivers = receivers
+        self._wake: asyncio.Event | None = None
+        self._last_stats_s = 0.0
+        self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
+
+    async def run(self) -> None:
+        """Returns after Shutdown; an error of the stage itself is reported as StageFailed and ends it."""
+        self.mailbox.bind()
+        self._wake = asyncio.Event()
+        try:
+            detail = self._logic.start()
+            self._emit([StageReady(self.name, detail), StageStats(self.name, self._logic.stats())])
+            await self._serve()
+        except Exception as error:  # the stage is lost; the front process must hear of it
+            logger.exception("stage %s failed", self.name)
+            info = EngineError(f"stage {self.name} failed: {error!r}", stage=self.name).info()
+            self._emit([StageFailed(self.name, info)])
+        finally:
+            for sender in self._senders.values():
+                sender.close()
+            for receiver in self._receivers:
+                receiver.close()
+            self._logic.close()
+
+    async def _serve(self) -> None:
+        pumps = [asyncio.create_task(self._pump_mailbox())]
+        pumps += [asyncio.create_task(self._pump_edge(receiver)) for receiver in self._receivers]
+        steps = asyncio.create_task(self._step_loop())
+        try:
+            done, _ = await asyncio.wait([*pumps, steps], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in [*pumps, steps]:
+                task.cancel()
+            await asyncio.gather(*pumps, steps, return_exceptions=True)
+
+    async def _pump_mailbox(self) -> None:
+        while True:
+            replies: list[FromStage] = []
+            for message in await self.mailbox.drain():
+                if isinstance(message, Shutdown):
+                    return
+                replies += self._handle(message)
+            self._emit_and_wake(replies)
+
+    def _handle(self, message: ToStage) -> list[FromStage]:
+        match message:
+            case Abort(request_id):
+                self._cancelled.add(request_id)
+                for sender in self._senders.values():
+                    sender.cancel(request_id)
+                for receiver in self._receivers:
+                    receiver.cancel(request_id)
+                self._logic.abort(request_id)
+                return [Aborted(request_id, self.name)]
+            case ResetCache(token):
+                self._logic.reset_cache()
+                return [CacheWasReset(token, self.name)]
+            case CheckIntegrity(token):
+                busy = not self._logic.is_idle()
+                return [IntegrityReport(token, self.name, self._logic.check_integrity(), busy)]
+            case _:
+                return self._logic.handle(message)
+
+    async def _pump_edge(self, receiver: Receiver) -> None:
+        while True:
+            try:
+                chunk = await receiver.receive()
+            except PeerLost:
+                # The upstream stage is gone; its own failure is reported by its shell.
+                await asyncio.Event().wait()
+                return
+            self._emit_and_wake(self._logic.accept(chunk))
+            receiver.release(chunk)
+
+    def _emit_and_wake(self, messages: list[FromStage]) -> None:
+        assert self._wake is not None
+        if messages:
+            self._emit(messages)
+        self._wake.set()
+
+    async def _step_loop(self) -> None:
+        assert self._wake is not None
+        while True:
+            self._forget_cancelled()
+            while not self._logic.has_work():
+                self._forget_cancelled()
+                self._report_stats(force=True)
+                await self._wake.wait()
+                self._wake.clear()
+            batch = await self._logic.step()
+            if batch.messages:
+                self._emit(batch.messages)
+            for target, chunk in batch.chunks:
+                await self._send(target, chunk)
+                self._logic.sent(chunk)
+            self._report_stats(force=False)
+            await asyncio.sleep(0)  # lets the pumps run between steps
+
+    def _forget_cancelled(self) -> None:
+        """Between steps no chunk of an aborted request is left, so the senders need not remember it."""
+        for request_id in self._cancelled:
+            for sender in self._senders.values():
+                sender.forget(request_id)
+        self._cancelled.clear()
+
+    async def _send(self, target: str, chunk: Chunk) -> None:
+        try:
+            await self._senders[target].send(chunk)
+        except PeerLost:
+            logger.warning("stage %s: %s is gone, chunk of %s dropped", self.name, target, chunk.request_id)
+
+    def _report_stats(self, *, force: bool) -> None:
+        now = time.monotonic()
+        if force or now - self._last_stats_s >= STATS_INTERVAL_S:
+            self._last_stats_s = now
+            self._emit([StageStats(self.name, self._logic.stats())])

@@ -1,0 +1,211 @@
+"""One contract, every connector: order, credits, cancel, peer death, large, empty, many streams,
+byte-exact."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from connectors.inproc import inproc_pair
+from connectors.interface import Receiver, Sender
+from contracts.chunks import Chunk
+from contracts.errors import PeerLost
+
+Factory = Callable[[int], tuple[Sender, Receiver]]
+
+
+@pytest.fixture(params=["inproc"])
+def pair(request: pytest.FixtureRequest) -> Factory:
+    return {"inproc": lambda capacity: inproc_pair("test", capacity)}[request.param]
+
+
+def chunk(request_id: str, seq: int, *, stream: str = "s", last: bool = False, tensor=None) -> Chunk:
+    tensors = {} if tensor is None else {"x": tensor}
+    return Chunk(request_id, stream, seq, last, tensors, {"n": seq})
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+async def settle() -> None:
+    """Lets every ready task of this loop run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_chunks_arrive_in_order_and_byte_exact(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(4)
+        sent = [torch.randn(n, 3) for n in range(20)]
+
+        async def produce() -> None:
+            for i, tensor in enumerate(sent):
+                await sender.send(chunk("r", i, tensor=tensor, last=i == 19))
+
+        task = asyncio.create_task(produce())
+        for i, tensor in enumerate(sent):
+            got = await receiver.receive()
+            assert (got.seq, got.meta["n"], got.last) == (i, i, i == 19)
+            assert torch.equal(got.tensors["x"], tensor)
+            receiver.release(got)
+        await task
+
+    run(main())
+
+
+def test_a_full_edge_makes_send_wait_until_a_release(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(2)
+        await sender.send(chunk("r", 0))
+        await sender.send(chunk("r", 1))
+        third = asyncio.create_task(sender.send(chunk("r", 2)))
+        await settle()
+        assert not third.done()
+        first = await receiver.receive()
+        await settle()
+        assert not third.done(), "receiving alone returns no credit"
+        receiver.release(first)
+        await third
+        assert [(await receiver.receive()).seq for _ in range(2)] == [1, 2]
+
+    run(main())
+
+
+def test_cancel_frees_credits_and_spares_other_requests(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(2)
+        await sender.send(chunk("a", 0))
+        await sender.send(chunk("b", 0))
+        blocked = asyncio.create_task(sender.send(chunk("c", 0)))
+        await settle()
+        assert not blocked.done()
+        receiver.cancel("a")
+        await blocked
+        assert [(await receiver.receive()).request_id for _ in range(2)] == ["b", "c"]
+
+    run(main())
+
+
+def test_sender_cancel_ends_a_waiting_send_and_drops_later_ones(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(1)
+        await sender.send(chunk("a", 0))
+        waiting = asyncio.create_task(sender.send(chunk("b", 0)))
+        await settle()
+        sender.cancel("b")
+        await waiting
+        got = await receiver.receive()
+        assert got.request_id == "a"
+        receiver.release(got)
+        await sender.send(chunk("b", 1))  # dropped
+        sender.forget("b")
+        await sender.send(chunk("b", 0))
+        assert (await receiver.receive()).request_id == "b"
+
+    run(main())
+
+
+def test_a_gap_in_a_stream_is_an_error(pair: Factory) -> None:
+    async def main() -> None:
+        sender, _ = pair(4)
+        await sender.send(chunk("a", 0))
+        with pytest.raises(AssertionError, match="expected 1"):
+            await sender.send(chunk("a", 2))
+
+    run(main())
+
+
+def test_streams_are_independent(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(200)
+        for seq in range(3):
+            for stream in range(60):
+                await sender.send(chunk("r", seq, stream=str(stream), last=seq == 2))
+        seen: dict[str, list[int]] = {}
+        for _ in range(180):
+            got = await receiver.receive()
+            seen.setdefault(got.stream, []).append(got.seq)
+            receiver.release(got)
+        assert all(order == [0, 1, 2] for order in seen.values())
+        assert len(seen) == 60
+
+    run(main())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5 << 20])
+def test_empty_and_large_payloads(pair: Factory, numel: int) -> None:
+    async def main() -> None:
+        sender, receiver = pair(1)
+        tensor = torch.arange(numel, dtype=torch.float32)
+        await sender.send(chunk("r", 0, tensor=tensor))
+        got = await receiver.receive()
+        assert torch.equal(got.tensors["x"], tensor)
+        receiver.release(got)
+
+    run(main())
+
+
+@pytest.mark.parametrize("closer", ["sender", "receiver"])
+def test_peer_death_is_told_at_once(pair: Factory, closer: str) -> None:
+    async def main() -> None:
+        sender, receiver = pair(1)
+        await sender.send(chunk("r", 0))
+        sending = asyncio.create_task(sender.send(chunk("r", 1)))
+        await settle()
+        if closer == "receiver":
+            receiver.close()
+            with pytest.raises(PeerLost):
+                await sending
+            return
+        receiver.release(await receiver.receive())
+        await sending
+        receiver.release(await receiver.receive())
+        receiving = asyncio.create_task(receiver.receive())
+        await settle()
+        sender.close()
+        with pytest.raises(PeerLost):
+            await receiving
+
+    run(main())
+
+
+def test_release_of_a_chunk_not_held_is_an_error(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(1)
+        await sender.send(chunk("r", 0))
+        got = await receiver.receive()
+        receiver.release(got)
+        with pytest.raises(AssertionError):
+            receiver.release(got)
+
+    run(main())
+
+
+def test_two_loops_in_two_threads(pair: Factory) -> None:
+    sender, receiver = pair(3)
+    count = 500
+
+    async def produce() -> None:
+        for i in range(count):
+            await sender.send(chunk("r", i, tensor=torch.tensor([i])))
+
+    thread = threading.Thread(target=lambda: asyncio.run(produce()))
+    thread.start()
+
+    async def consume() -> list[int]:
+        values = []
+        for _ in range(count):
+            got = await receiver.receive()
+            values.append(int(got.tensors["x"]))
+            receiver.release(got)
+        return values
+
+    try:
+        assert run(consume()) == list(range(count))
+    finally:
+        thread.join(20)

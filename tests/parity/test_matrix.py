@@ -1,0 +1,164 @@
+"""Against `transformers` generate: the same tokens and log-probabilities, whatever the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.served import Answer, Served, Turn, hf_messages, picture
+from tests.tiny_models import FAMILIES, VISION_FAMILIES, reference_inputs, reference_model
+
+NEW_TOKENS = 12
+
+A, B, C, D = picture(1), picture(2, 112, 60), picture(3, 56, 140), picture(4)
+
+TEXT: dict[str, Sequence[Turn]] = {
+    "text": [("user", ["hello there, the answer is"])],
+    "4 turns": [
+        ("system", ["be brief"]),
+        ("user", ["hello"]),
+        ("assistant", ["hi"]),
+        ("user", ["the rest is in the house\n\nand out"]),
+        ("assistant", ["yes, and then?"]),
+        ("user", ["again"]),
+        ("assistant", ["ok"]),
+        ("user", ["and in the end, who is it?"]),
+    ],
+}
+IMAGES: dict[str, Sequence[Turn]] = {
+    "1 image": [("user", [A, "what is it?"])],
+    "3 images": [("user", ["first", A, "then", B, C, "compare them"])],
+    "image in an earlier turn": [
+        ("user", [B, "what is it?"]),
+        ("assistant", ["a thing"]),
+        ("user", ["and which colour is on the left?"]),
+    ],
+    "4 turns with images": [
+        ("system", ["be brief"]),
+        ("user", [A, "one"]),
+        ("assistant", ["1"]),
+        ("user", ["two", C]),
+        ("assistant", ["2"]),
+        ("user", ["three"]),
+        ("assistant", ["3"]),
+        ("user", [B, A, "four?"]),
+    ],
+}
+
+
+def scenarios(family: str) -> dict[str, Sequence[Turn]]:
+    return TEXT | IMAGES if family in VISION_FAMILIES else TEXT
+
+
+@cache
+def expected(folder: Path, family: str, name: str) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of the oracle, and its log-probabilities at each of their positions."""
+    return oracle(folder, scenarios(family)[name])
+
+
+@torch.no_grad()
+def oracle(folder: Path, turns: Sequence[Turn]) -> tuple[list[int], torch.Tensor]:
+    inputs = reference_inputs(folder, *hf_messages(turns))
+    out = reference_model(folder).generate(
+        **inputs,
+        attention_mask=torch.ones_like(inputs["input_ids"]),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, torch.log_softmax(torch.cat(out.logits).float(), -1)
+
+
+def assert_same(answer: Answer, reference: tuple[list[int], torch.Tensor]) -> None:
+    tokens, logprobs = reference
+    assert answer.tokens == tokens
+    assert len(answer.logprobs[0]) == len(tokens)
+    for row, token, got in zip(logprobs, tokens, answer.logprobs[0], strict=True):
+        assert abs(got.chosen - float(row[token])) < 1e-4
+        for token_id, value in got.top:
+            assert abs(value - float(row[token_id])) < 1e-4
+
+
+WIDE = ("thinker.kv_memory=8MiB", "thinker.long_prefill_cap=2048")
+CUT = ("thinker.kv_memory=8MiB", "thinker.long_prefill_cap=7", "thinker.max_step_visual_tokens=5")
+PLAIN = (*WIDE, "thinker.overlap=false")
+
+
+@pytest.mark.parametrize("settings", [WIDE, CUT, PLAIN], ids=["one chunk", "cut", "plain loop"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone(tiny: Callable[[str], Path], family: str, settings: tuple[str, ...]) -> None:
+    """Each conversation alone, cold and then warm, in one chunk and in chunks that cut through images."""
+    with Served(tiny(family), *settings) as served:
+        for name, turns in scenarios(family).items():
+            reference = expected(tiny(family), family, name)
+            served.reset_cache()
+            cold = served.ask(turns, max_tokens=NEW_TOKENS, logprobs=5)
+            assert_same(cold, reference)
+            assert cold.num_cached_tokens == 0
+            warm = served.ask(turns, max_tokens=NEW_TOKENS, logprobs=5)
+            assert_same(warm, reference)
+            assert warm.num_cached_tokens is not None
+            assert warm.num_cached_tokens >= (len(warm.prompt_token_ids) - 1) // 16 * 16
+        served.assert_clean()
+
+
+@pytest.mark.parametrize("settings", [WIDE, CUT], ids=["one chunk", "cut"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_at_once(tiny: Callable[[str], Path], family: str, settings: tuple[str, ...]) -> None:
+    names = (list(scenarios(family)) * 4)[:8]
+    with Served(tiny(family), *settings) as served:
+        answers = served.ask_all([scenarios(family)[n] for n in names], max_tokens=NEW_TOKENS, logprobs=5)
+        for name, answer in zip(names, answers, strict=True):
+            assert_same(answer, expected(tiny(family), family, name))
+        served.assert_clean()
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_midway(tiny: Callable[[str], Path], family: str, overlap: str) -> None:
+    """All prompts fit the KV pool, their answers do not: requests are preempted and resume."""
+    folder = tiny(family)
+    conversations = [
+        [("user", [f"{word} there, the answer is"])] for word in ("hello", "who is", "out", "in")
+    ]
+    if family in VISION_FAMILIES:
+        conversations += [IMAGES["1 image"], IMAGES["image in an earlier turn"]]
+    lengths = [reference_inputs(folder, *hf_messages(c))["input_ids"].shape[1] for c in conversations]
+    config = reference_model(folder).config.get_text_config()
+    block_bytes = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4
+    num_blocks = 1 + sum(-(-length // 4) for length in lengths) + 2
+    settings = (
+        f"thinker.kv_memory={num_blocks * block_bytes}",
+        "thinker.block_size=4",
+        f"thinker.overlap={overlap}",
+        f"thinker.max_context={max(lengths) + NEW_TOKENS}",
+        "thinker.prefix_cache=false",
+    )
+    with Served(folder, *settings) as served:
+        for turns in conversations:  # so that pictures are known and all requests meet in the scheduler
+            served.ask(turns, max_tokens=1)
+        answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
+        for turns, answer in zip(conversations, answers, strict=True):
+            assert_same(answer, oracle(folder, turns))
+        assert served.stats("thinker")["num_preemptions_total"] > 0
+        served.assert_clean()
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_shared_first_image_with_a_different_second(tiny: Callable[[str], Path], family: str) -> None:
+    folder = tiny(family)
+    conversations = [[("user", [A, second, "which is it?"])] for second in (B, C, D, A)]
+    with Served(folder, *WIDE) as served:
+        for turns in conversations:
+            assert_same(served.ask(turns, max_tokens=NEW_TOKENS, logprobs=5), oracle(folder, turns))
+        served.reset_cache()
+        answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
+        for turns, answer in zip(conversations, answers, strict=True):
+            assert_same(answer, oracle(folder, turns))
+        served.assert_clean()

@@ -1,0 +1,96 @@
+"""The deployment file: defaults, overrides, and refusals that name the stage and the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from contracts.pipeline import Edge, Pipeline, StageSpec
+from stages.deployment import DeploymentError, load_deployment, parse_bytes
+
+PIPELINE = Pipeline(
+    name="vl",
+    stages=(
+        StageSpec("preprocess", "preprocess"),
+        StageSpec("vision", "encoder"),
+        StageSpec("thinker", "lm"),
+    ),
+    edges=(Edge("preprocess", "vision", "features"), Edge("vision", "thinker", "embeddings")),
+    entry="thinker",
+    terminals=("thinker",),
+)
+
+
+def test_defaults_give_every_stage_a_configuration() -> None:
+    deployment = load_deployment(PIPELINE)
+    assert set(deployment.encoders) == {"vision"}
+    assert set(deployment.lms) == {"thinker"}
+    assert deployment.edge("vision", "thinker").capacity == 64
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text(
+        '[stage.thinker]\nkv_memory = "64MiB"\nmax_sequences = 8\n[limits]\nmax_items_per_request = 3\n'
+        '[[edge]]\nsource = "vision"\ntarget = "thinker"\ncapacity = 2\n'
+    )
+    overrides = ("thinker.max_sequences=4", "vision.devices=cuda:1", "server.max_requests=7")
+    deployment = load_deployment(PIPELINE, file, overrides)
+    assert deployment.lms["thinker"].kv_memory == "64MiB"
+    assert deployment.lms["thinker"].max_sequences == 4
+    assert deployment.encoders["vision"].device_list == ("cuda:1",)
+    assert deployment.limits.max_items_per_request == 3
+    assert deployment.server.max_requests == 7
+    assert deployment.edge("vision", "thinker").capacity == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("thinker.colour=red", "stage.thinker.colour: unknown field"),
+        ("talker.devices=cpu", "no stage or section 'talker'"),
+        ("thinker", "want NAME.field=value"),
+        ("thinker.devices=tpu:0", "stage.thinker.devices: 'tpu:0' is no device"),
+        ("thinker.block_size=0", "stage.thinker.block_size: must be positive"),
+        ("thinker.block_size=big", "stage.thinker"),
+        ("thinker.policy=lottery", "stage.thinker"),
+        ("thinker.max_step_tokens=8", "stage.thinker.max_step_tokens"),
+        ("vision.max_batch_items=-1", "stage.vision.max_batch_items"),
+    ],
+)
+def test_refusals_name_stage_and_field(override: str, message: str) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        load_deployment(PIPELINE, None, (override,))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[stage.talker]\n", "stage.talker: the pipeline has no such stage"),
+        ("[stages.thinker]\n", "unknown section 'stages'"),
+        ('[[worker]]\nname = "a"\nstages = ["nobody"]\n', "no stage 'nobody'"),
+        ('[[edge]]\nsource = "thinker"\ntarget = "vision"\n', "no such edge"),
+        ("[limits\n", "deployment"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text(text)
+    with pytest.raises(DeploymentError) as caught:
+        load_deployment(PIPELINE, file)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1KiB", 1024), ("1.5 MiB", 3 << 19), (7, 7), ("2GB", 2 * 10**9), ("512", 512)]
+)
+def test_sizes(text: int | str, expected: int) -> None:
+    assert parse_bytes(text, "x") == expected
+
+
+@pytest.mark.parametrize("text", ["lots", "1 XiB", "-5MiB", ""])
+def test_a_wrong_size_names_its_place(text: str) -> None:
+    with pytest.raises(DeploymentError, match=r"^stage\.thinker\.kv_memory: "):
+        parse_bytes(text, "stage.thinker.kv_memory")
