@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from api.errors import install_error_handlers
 from api.metrics import Metrics
-from api.middleware import ApiKey, RequestIds
+from api.middleware import ApiKey, Outermost
 from api.routes import chat, completions, models, operations
 from api.routes.base import Api
 from api.settings import ApiSettings
@@ -31,5 +31,5 @@ def create_app(service: Service, settings: ApiSettings) -> FastAPI:
     install_error_handlers(app)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)
-    app.add_middleware(RequestIds)
+    app.add_middleware(Outermost)
     return app

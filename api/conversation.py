@@ -30,7 +30,6 @@ def conversation_of(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     input_modalities: tuple[str, ...],
-    max_media_items: int,
 ) -> Conversation:
     """Raises BadRequest naming the message and part at fault."""
     if not messages:
@@ -41,16 +40,12 @@ def conversation_of(
         raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
     if go_on and not any(isinstance(p, TextPart) and p.text for p in converted[-1].parts):
         raise invalid("continue_final_message", "needs a last message with text to go on from")
-    conversation = Conversation(
+    return Conversation(
         messages=converted,
         add_generation_prompt=not go_on if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=go_on,
         tools_json=tools_json(tools),
     )
-    num_media = len(conversation.media())
-    if num_media > max_media_items:
-        raise invalid("messages", f"{num_media} media items; at most {max_media_items} in one request")
-    return conversation
 
 
 def tools_json(tools: msgspec.Raw) -> str | None:
@@ -161,8 +156,8 @@ def _image(part: ContentPart, role: Role, path: str, input_modalities: tuple[str
 
 def _media_options(part: ContentPart, image: ImageUrl, path: str) -> MediaOptions:
     """Options may stand in the part or inside image_url; if in both, they must agree."""
-    detail = _one_of(part.detail, image.detail, f"{path}.image_url.detail") or "auto"
-    known = next((d for d in _DETAILS if d == detail), None)
+    detail = _one_of(part.detail, image.detail, f"{path}.image_url.detail")
+    known = next((d for d in _DETAILS if d == ("auto" if detail is None else detail)), None)
     if known is None:
         raise invalid(f"{path}.image_url.detail", f"must be one of {', '.join(_DETAILS)}")
     smallest = _one_of(part.min_pixels, image.min_pixels, f"{path}.min_pixels")

@@ -75,6 +75,8 @@ def _from_http_exception(error: HTTPException) -> OmnistageError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
+    """For errors we know; the outermost middleware answers for bugs."""
+
     async def ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, OmnistageError)
         return error_response(error)
@@ -85,9 +87,5 @@ def install_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return error_response(internal_error())  # starlette raises it again for the log
-
     app.add_exception_handler(OmnistageError, ours)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unexpected)

@@ -1,4 +1,4 @@
-"""Around every request: the API key, and a request id in every answer."""
+"""Around every request: its id, the API key, and an answer to whatever goes wrong inside."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import uuid
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import error_response
+from api.errors import error_response, internal_error
 from contracts.errors import NotAuthorized
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 MAX_REQUEST_ID_CHARS = 128
 
 
-class RequestIds:
-    """Echoes X-Request-Id, or makes one. The client's is never used inside, so nothing can collide."""
+class Outermost:
+    """A request id in every answer, and an answer to every bug.
+
+    X-Request-Id is echoed, or made; the client's is never used inside, so nothing can collide.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -27,12 +30,21 @@ class RequestIds:
             return
         header = (b"x-request-id", _request_id(Headers(scope=scope).get("x-request-id")).encode())
 
+        started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [*message["headers"], header]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            if not started:
+                await error_response(internal_error())(scope, receive, send_with_id)
+            raise  # the server logs it
 
 
 def _request_id(given: str | None) -> str:

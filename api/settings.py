@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from contracts.specs import MediaLimits
-
 PREFIX = "OMNISTAGE_"
 
 
@@ -20,7 +18,6 @@ class ApiSettings:
 
     api_key: str | None = None
     max_body_bytes: int = 256 << 20
-    max_media_items: int = MediaLimits().max_items_per_request
     max_prompts: int = 256  # prompts of one /v1/completions request
     max_samples: int = 128  # `n`, and prompts x n
     request_timeout_s: float | None = None
@@ -37,7 +34,6 @@ class ApiSettings:
         return ApiSettings(
             api_key=api_key or given["api_key"],
             max_body_bytes=_whole("max_body_bytes", given["max_body_bytes"], default.max_body_bytes),
-            max_media_items=_whole("max_media_items", given["max_media_items"], default.max_media_items),
             max_prompts=_whole("max_prompts", given["max_prompts"], default.max_prompts),
             max_samples=_whole("max_samples", given["max_samples"], default.max_samples),
             request_timeout_s=_seconds("request_timeout_s", timeout, 0.0) if timeout else None,

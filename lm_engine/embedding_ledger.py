@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from contracts.messages import EmbeddingsNeeded
@@ -17,9 +17,10 @@ class EmbeddingLedger:
     """A claim is room for one item's rows from asking until its KV is computed (`Request.claims`).
 
     Claims are made in order: running sequences first, then `asking` in its own order; whoever cannot claim
-    stops those behind it. Room is made by dropping what is later in that order: the claims of waiting
-    requests, and a request's own later items. So the first in order always gets its next item, and embeddings
-    of requests that cannot run never hold up one that can. Dropped items are asked for again.
+    stops those behind it. Room is made by dropping what cannot be used now: items after one that is not
+    claimed, and for a running claimant those of waiting requests. So whatever is kept will be computed and
+    released, the first in order gets its next item in the end, and embeddings of requests that cannot run
+    never hold up one that can. Dropped items are asked for again.
     """
 
     def __init__(self, limit: int, asking: WaitingQueue) -> None:
@@ -56,19 +57,22 @@ class EmbeddingLedger:
 
     def claim(
         self, running: Iterable[Sequence], frontier_of: Callable[[Sequence], int]
-    ) -> list[EmbeddingsNeeded]:
-        """`frontier_of`: the first position a waiting sequence would have to compute."""
+    ) -> tuple[list[EmbeddingsNeeded], list[Sequence]]:
+        """What to ask for, and the waiting sequences that now have all their claims. `frontier_of`: the first
+        position a waiting sequence would have to compute."""
         asks: list[EmbeddingsNeeded] = []
+        settled: list[Sequence] = []
         for seq in running:
             if seq.num_computed < seq.request.media.end and not self._claim_for(seq, seq.num_computed, asks):
-                return asks
+                return asks, settled
         while (head := self._asking.peek()) is not None and head is not self._refused:
             head.need_from = frontier_of(head)
             if not self._claim_for(head, head.need_from, asks):
                 self._refused = head
                 break
             self._asking.take(head)
-        return asks
+            settled.append(head)
+        return asks, settled
 
     def arrived(self, request: Request, item: int, rows: Tensor) -> bool:
         """False when nobody waits for the item any more (dropped, covered meanwhile, or there already)."""
@@ -110,7 +114,7 @@ class EmbeddingLedger:
         need = seq.request.media.num_rows[item]
         if self._fits(need, self.num_claimed_tokens):
             return True
-        victims = self._droppable(seq, item)
+        victims = self._droppable(seq)
         left = self.num_claimed_tokens - sum(request.media.num_rows[i] for request, i in victims)
         if not self._fits(need, left):
             return False
@@ -123,20 +127,30 @@ class EmbeddingLedger:
     def _fits(self, need: int, claimed: int) -> bool:
         return claimed == 0 or claimed + need <= self._limit  # an item above the limit goes alone
 
-    def _droppable(self, seq: Sequence, item: int) -> list[tuple[Request, int]]:
-        """Claims later in order than this one, the least important first."""
-        owner, end = seq.request, seq.request.media.item_end[item]
-        is_running = seq.state is State.RUNNING
+    def _droppable(self, claimant: Sequence) -> list[tuple[Request, int]]:
+        """Claims that nobody ahead of the claimant can use now, the least important first."""
         victims = []
         for request in sorted(self._holders, key=lambda r: (r.rank, r.arrival), reverse=True):
-            if request is not owner and _is_prefilling(request):
-                continue
-            stuck = any(s in self._asking for s in request.sequences)
-            for index in sorted(request.claims, key=lambda i: request.media.item_end[i], reverse=True):
-                later = request.media.item_end[index] > end if request is owner else is_running or stuck
-                if later:
-                    victims.append((request, index))
+            keep = {i for seq in request.sequences for i in self._usable(seq, claimant)}
+            spare = request.claims.keys() - keep
+            for item in sorted(spare, key=lambda i: request.media.item_end[i], reverse=True):
+                victims.append((request, item))
         return victims
+
+    def _usable(self, seq: Sequence, claimant: Sequence) -> Iterator[int]:
+        """The claimed items that the sequence, if it is not behind the claimant, takes before it is stuck."""
+        request = seq.request
+        ahead = seq is claimant or (claimant.state is State.WAITING and seq not in self._asking)
+        if seq.state is State.RUNNING:
+            start = seq.num_landed
+        elif seq.state is State.WAITING and seq.need_from is not None and ahead:
+            start = seq.need_from
+        else:
+            return
+        for item in request.media.items_from(start):
+            if item not in request.claims:
+                return
+            yield item
 
     def _drop(self, request: Request, item: int) -> None:
         self._let_go(request, item)
@@ -158,7 +172,3 @@ class EmbeddingLedger:
         if any(request.num_unfinished == 0 for request in self._holders):
             return "a finished request holds embeddings"
         return None
-
-
-def _is_prefilling(request: Request) -> bool:
-    return any(seq.state is State.RUNNING and seq.num_landed < request.media.end for seq in request.sequences)

@@ -23,11 +23,12 @@ from contracts.messages import (
     Generate,
     Generated,
     SampleDelta,
+    TokenLogprobs,
 )
 from lm_engine.budgets import RateMeter
 from lm_engine.config import EngineConfig
 from lm_engine.intake import Intake, Positions
-from lm_engine.plan import Runner, SampledToken, StepResult
+from lm_engine.plan import Runner, StepResult
 from lm_engine.scheduler import ScheduledStep, Scheduler
 from lm_engine.sequence import Request, Sequence, State
 
@@ -176,8 +177,9 @@ class LMEngine:
             )
             self._stalled = idle
             return False
+        submitted_s = self._clock()
         future = asyncio.wrap_future(self._runner.submit(step.plan))
-        self._in_flight.append(InFlight(step, future, self._clock()))
+        self._in_flight.append(InFlight(step, future, submitted_s))
         return True
 
     async def _land(self) -> None:
@@ -200,30 +202,41 @@ class LMEngine:
             seq.num_landed = end
             self._scheduler.ledger.release_covered(seq.request)
         together: dict[Request, list[SampleDelta]] = {}
+        finished, num_taken = State.FINISHED, 0
         for seq, drawn in zip(step.sampling, result.sampled, strict=True):
             seq.num_in_flight -= 1
-            if seq.state is State.FINISHED:
+            if seq.state is finished:
                 continue  # aborted, stopped, or ended by the token before this one
+            num_taken += 1
+            delta = self._take_token(seq, drawn.token_id, drawn.logprobs)
             request = seq.request
-            delta = self._take_token(seq, drawn)
-            if len(request.sequences) == 1:
-                self._emit(request, (delta,))
+            if request.reported and len(request.sequences) == 1:
+                self._outbox.append(Generated(request_id=request.id, deltas=(delta,)))
             else:
                 together.setdefault(request, []).append(delta)
         for request, deltas in together.items():
             self._emit(request, tuple(deltas))
+        self._totals["generation_tokens_total"] += num_taken
 
-    def _take_token(self, seq: Sequence, drawn: SampledToken) -> SampleDelta:
-        token, logprobs = drawn.token_id, drawn.logprobs
-        seq.token_ids.append(token)
-        full = (len(seq.identities) + 1) * self.config.block_size
-        if seq.num_computed >= full and len(seq.token_ids) >= full:
+    def _take_token(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> SampleDelta:
+        tokens = seq.token_ids
+        tokens.append(token)
+        if len(tokens) >= seq.next_full and seq.num_computed >= seq.next_full:
             self._scheduler.register_full_blocks(seq)
         if self._charges:
             self._scheduler.room.charge(seq.request.tenant, 0, 1)
-        reason = self._end_of(seq)
-        if reason is not None:
-            self._scheduler.finish(seq)
+        if token in seq.request.stop_ids or len(tokens) >= seq.max_length:
+            reason = self._end_of(seq)
+            if reason is not None:
+                return self._take_last_token(seq, token, logprobs, reason)
+        return SampleDelta(
+            sample=seq.sample, token_ids=(token,), logprobs=() if logprobs is None else (logprobs,)
+        )
+
+    def _take_last_token(
+        self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, reason: FinishReason
+    ) -> SampleDelta:
+        self._scheduler.finish(seq)
         return SampleDelta(
             sample=seq.sample,
             token_ids=(token,),
@@ -240,11 +253,10 @@ class LMEngine:
         return "length" if len(seq.token_ids) >= seq.max_length else None
 
     def _emit(self, request: Request, deltas: tuple[SampleDelta, ...]) -> None:
-        self._totals["generation_tokens_total"] += len(deltas)
-        if request.cached_reported:
+        if request.reported:
             self._outbox.append(Generated(request_id=request.id, deltas=deltas))
             return
-        request.cached_reported = True
+        request.reported = True
         self._totals["prompt_tokens_total"] += request.num_prompt
         cached = request.num_cached_tokens
         self._outbox.append(Generated(request_id=request.id, deltas=deltas, num_cached_tokens=cached))

@@ -130,20 +130,22 @@ class Scheduler:
     # --- planning -------------------------------------------------------------------------------------------
     def plan(self) -> tuple[ScheduledStep | None, list[EmbeddingsNeeded]]:
         """The next step, or None when nothing can be computed now; and the embeddings to ask for."""
+        asks: list[EmbeddingsNeeded] = []
         while True:
             draft = StepDraft(self.config.max_step_tokens, self.config.max_step_visual_tokens)
             self._plan_decodes(draft)
             self._plan_prefills(draft)
             if not draft.preempted:
                 self._admit_waiting(draft)
-            # A step that only preempted is planned again: what it freed may admit something.
-            if draft.rows or not draft.preempted:
-                break
-        step = self._commit(draft) if draft.rows else None
-        return step, self.ledger.claim(self._prefilling, self._frontier)
+            step = self._commit(draft) if draft.rows else None
+            more, returned = self.room.claim(self._prefilling, self._frontier)
+            asks += more
+            # Without a row planning again helps only if it freed memory or gave the queue something back.
+            if step is not None or not (draft.preempted or returned):
+                return step, asks
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        block_size = self.config.block_size
+        block_size, rows = self.config.block_size, draft.rows
         for seq in tuple(self._decoding):
             start = seq.num_computed
             if start + 1 >= seq.max_length or seq.slot == NO_SLOT:
@@ -154,7 +156,7 @@ class Scheduler:
                 if taken is None:
                     continue
                 new_blocks = taken
-            draft.rows[seq] = SequenceStep(seq.slot, start, 1, new_blocks, True)
+            rows[seq] = SequenceStep(seq.slot, start, 1, new_blocks, True)
             draft.tokens_left -= 1
             seq.num_computed = start + 1
             seq.num_in_flight += 1
@@ -234,6 +236,7 @@ class Scheduler:
         Called after a plan is complete, so a block is hit from the next step on, which runs after its writer.
         """
         if not self.config.prefix_cache:
+            seq.next_full = seq.max_length + 1
             return
         first = len(seq.identities)
         last = min(seq.num_computed, len(seq.token_ids)) // self.config.block_size
@@ -241,6 +244,7 @@ class Scheduler:
         for index, content in enumerate(seq.contents(first, last, self.config.block_size), first):
             parent = self.cache.register(seq.block_ids[index], parent, content)
             seq.identities.append(parent)
+        seq.next_full = (len(seq.identities) + 1) * self.config.block_size
 
     # --- admission ------------------------------------------------------------------------------------------
     def _admit_waiting(self, draft: StepDraft) -> None:

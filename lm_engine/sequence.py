@@ -51,6 +51,7 @@ class Sequence:
     num_in_flight: int = 0
     block_ids: list[int] = field(default_factory=list)
     identities: list[int] = field(default_factory=list)  # prefix-cache identity of each full block so far
+    next_full: int = 0  # length at which the next block is full and gets its identity
     need_from: int | None = None  # of a waiting one: embeddings from here on were asked for it
     parked: bool = False  # waiting outside the queue for embeddings
 
@@ -106,7 +107,7 @@ class Request:
     num_running: int = 0
     num_unfinished: int = 0
     num_cached_tokens: int | None = None  # prompt tokens served from the prefix cache, once known
-    cached_reported: bool = False
+    reported: bool = False  # its first Generated, with the cached share, is out
     id: str = ""
     num_prompt: int = 0
     min_tokens: int = 0

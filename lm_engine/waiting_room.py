@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from contracts.messages import EmbeddingsNeeded
 from lm_engine.embedding_ledger import EmbeddingLedger
 from lm_engine.policies import WaitingQueue
 from lm_engine.sequence import Request, Sequence, State
@@ -37,6 +38,21 @@ class WaitingRoom:
             if seq.parked:
                 seq.parked = False
                 self.queue.push(seq)
+
+    def claim(
+        self, running: Iterable[Sequence], frontier_of: Callable[[Sequence], int]
+    ) -> tuple[list[EmbeddingsNeeded], bool]:
+        """Claims embeddings in order. Also tells whether a parked sequence came back to the queue: another
+        request may have computed the image it waited for."""
+        asks, settled = self.ledger.claim(running, frontier_of)
+        returned = False
+        for seq in settled:
+            assert seq.need_from is not None, "claims start at the frontier"
+            span = seq.request.media.span_at(seq.need_from)
+            if seq.parked and (span is None or seq.request.claims.get(span.item_index) is not None):
+                self.unpark(seq.request)
+                returned = True
+        return asks, returned
 
     def leave(self, seq: Sequence) -> None:
         seq.parked = False

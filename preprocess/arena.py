@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contracts.errors import MediaTooLarge
 from contracts.media import FeatureRef
 
 PAGE = mmap.PAGESIZE
@@ -103,13 +102,9 @@ class Arena(ArenaMapping):
         """A future block, granted in order of asking: when the arena is full it waits for releases.
 
         The caller owns the block once granted (wrap it in a Lease, or `give_back`), and must `withdraw` the
-        future instead of cancelling it. Raises MediaTooLarge when the whole arena could not hold it.
+        future instead of cancelling it.
         """
-        assert nbytes > 0
-        if nbytes > self.size:
-            raise MediaTooLarge(
-                f"the item needs {nbytes} bytes of features; the server holds {self.size} at most"
-            )
+        assert 0 < nbytes <= self.size
         future: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
         self._waiting.append((nbytes, future))
         self._grant()

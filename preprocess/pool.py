@@ -21,6 +21,7 @@ from contracts.errors import (
     EngineError,
     MediaDecodeError,
     MediaError,
+    MediaTooLarge,
     OmnistageError,
     ServiceUnavailable,
     TooManyRequests,
@@ -125,9 +126,12 @@ class PreprocessPool:
         self._closing = True
         for worker in filter(None, self._workers):
             worker.kill()  # its slot sees the end of its stream, settles its job and finishes
-        await asyncio.gather(*self._slots)
+        ended = await asyncio.gather(*self._slots, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self._workers if worker))
         self.arena.close()
+        for outcome in ended:
+            if outcome is not None:
+                raise outcome
 
     def worker_pids(self) -> list[int]:
         return [worker.pid for worker in self._workers if worker and not worker.exited.done()]
@@ -224,18 +228,16 @@ class PreprocessPool:
 
     async def _next(self, worker: WorkerProcess) -> _Entry | None:
         """The next job; None when the worker died while idle."""
-        while not self._queue:
+        while not worker.exited.done():
+            if self._queue:
+                return self._queue.popleft()
             wake = asyncio.get_running_loop().create_future()
             self._idle.append(wake)
-            try:
-                await asyncio.wait((wake, worker.exited), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not wake.done():
-                    self._idle.remove(wake)
-            if worker.exited.done():
-                self._wake()  # the wake-up, if it was one, belongs to another slot
-                return None
-        return self._queue.popleft()
+            await asyncio.wait((wake, worker.exited), return_when=asyncio.FIRST_COMPLETED)
+            if not wake.done():
+                self._idle.remove(wake)
+        self._wake()  # the wake-up, if there was one, belongs to another slot
+        return None
 
     def _wake(self) -> None:
         if self._queue and self._idle:
@@ -255,6 +257,9 @@ class PreprocessPool:
         except (ConnectionError, msgspec.MsgspecError):
             await worker.end()
             self._retry(entry)
+        except BaseException:
+            self._fail(entry, EngineError("media preprocessing failed", stage="preprocess"))
+            raise  # a defect of ours: the slot ends, `close` reports it
         else:
             self._settle(entry, reply, blocks)
             self._mean_job_s += 0.1 * (asyncio.get_running_loop().time() - started - self._mean_job_s)
@@ -273,6 +278,9 @@ class PreprocessPool:
         await channel.send(task, job.data)
         reply = await channel.receive()
         if isinstance(reply, SizeKnown):
+            if reply.nbytes > self.arena.size:
+                await channel.send(Drop())
+                return TaskFailed(_larger_than_arena(reply.nbytes).info(), worker.rss_bytes)
             block = await self._allocate(reply.nbytes, worker, entry)
             if block is None:
                 await channel.send(Drop())
@@ -359,3 +367,9 @@ class PreprocessPool:
 
 def _not_running() -> ServiceUnavailable:
     return ServiceUnavailable("media preprocessing is not running", stage="preprocess")
+
+
+def _larger_than_arena(nbytes: int) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"the item's features take {nbytes} bytes, more than this server holds; send it smaller"
+    )

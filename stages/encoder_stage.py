@@ -3,6 +3,7 @@ embeddings out."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,15 @@ from stages.lm_stage import EMBEDDINGS
 from stages.shell import StepResultBatch
 
 FeatureReader = Callable[[FeatureRef], np.ndarray]
+
+
+def tensor_over(array: np.ndarray) -> Tensor:
+    """A tensor over the same memory, which may be mapped read-only: torch knows no read-only tensors and
+    warns of
+    such arrays, so it is given the address. Valid as long as the mapping and the lease."""
+    memory = (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
 
 
 class EncoderStage:
@@ -45,7 +55,7 @@ class EncoderStage:
         return []
 
     def _features(self, ref: FeatureRef | None) -> Tensor | None:
-        return None if ref is None else torch.from_numpy(self._read(ref))
+        return None if ref is None else tensor_over(self._read(ref))
 
     def accept(self, chunk: Chunk) -> list[FromStage]:
         raise AssertionError(f"stage {self._name} takes no chunks")

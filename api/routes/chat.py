@@ -77,7 +77,6 @@ def _job(api: Api, body: ChatRequest) -> ChatJob:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         input_modalities=card.input_modalities,
-        max_media_items=api.settings.max_media_items,
     )
     return ChatJob(
         request=GenerationRequest(

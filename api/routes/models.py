@@ -75,10 +75,8 @@ def _token_ids(api: Api, body: TokenizeRequest) -> list[int]:
         raise BadRequest("give either `prompt` or `messages`", param="prompt", code="invalid_value")
     if body.prompt is not None:
         special = body.add_special_tokens
-        # The caller writes the whole prompt, as for /v1/completions, so special tokens are meant as such.
-        return tokenizer.encode(
-            body.prompt, add_special_tokens=True if special is None else special, parse_special=True
-        )
+        # As the service encodes the prompt of /v1/completions.
+        return tokenizer.encode(body.prompt, add_special_tokens=True if special is None else special)
     assert body.messages is not None
     return tokenizer.encode_conversation(
         conversation_of(
@@ -87,7 +85,6 @@ def _token_ids(api: Api, body: TokenizeRequest) -> list[int]:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             input_modalities=api.service.card.input_modalities,
-            max_media_items=api.settings.max_media_items,
         )
     )
 

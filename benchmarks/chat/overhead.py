@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import msgspec
@@ -56,6 +57,12 @@ class _StampServer:
         for writer in self._writers:
             writer.write(b"0\r\n\r\n")
 
+    async def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+            with contextlib.suppress(ConnectionError):  # the client may have closed first
+                await writer.wait_closed()
+
 
 async def measure_overhead(clock: Clock, streams: int) -> Overhead:
     server = _StampServer(clock, streams)
@@ -77,6 +84,7 @@ async def measure_overhead(clock: Clock, streams: int) -> Overhead:
         await asyncio.gather(server.send_all(), *(read_one() for _ in range(streams)))
         cpu_s = time.process_time() - cpu_started_s
         pool.close()
+        await server.close()
     delay = summarize(delays_ms)
     assert delay is not None
     assert delay.count == streams * NUM_STEPS

@@ -45,10 +45,13 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NULL
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -136,7 +139,7 @@ class _Recorder:
         except msgspec.DecodeError as error:
             self.error = Failure("bad_event", f"{error}: {detail}"[:MAX_DETAIL_CHARS])
             return
-        if event.error is not None and bytes(event.error) != b"null":
+        if bytes(event.error) != bytes(_NULL):
             self.error = Failure("error_event", detail)
             return
         self.usage = event.usage or self.usage

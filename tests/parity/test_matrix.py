@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.served import Answer, Served, Turn, hf_messages, picture
-from tests.tiny_models import FAMILIES, VISION_FAMILIES, reference_generate, reference_inputs, reference_model
+from tests.tiny_models import FAMILIES, VISION_FAMILIES, reference_inputs, reference_model
 
 NEW_TOKENS = 12
 
@@ -62,18 +62,17 @@ def expected(folder: Path, family: str, name: str) -> tuple[list[int], torch.Ten
 
 @torch.no_grad()
 def oracle(folder: Path, turns: Sequence[Turn]) -> tuple[list[int], torch.Tensor]:
-    messages, images = hf_messages(turns)
-    tokens = reference_generate(folder, messages, images, NEW_TOKENS)
-    inputs = reference_inputs(folder, messages, images)
-    prompt = inputs["input_ids"]
-    inputs["input_ids"] = torch.cat([prompt, torch.tensor([tokens])], 1)
-    if "mm_token_type_ids" in inputs:
-        text = torch.zeros(1, len(tokens), dtype=inputs["mm_token_type_ids"].dtype)
-        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], text], 1)
-    mask = torch.ones_like(inputs["input_ids"])
-    logits = reference_model(folder)(**inputs, attention_mask=mask).logits[0]
-    rows = logits[prompt.shape[1] - 1 : -1].float()
-    return tokens, torch.log_softmax(rows, -1)
+    inputs = reference_inputs(folder, *hf_messages(turns))
+    out = reference_model(folder).generate(
+        **inputs,
+        attention_mask=torch.ones_like(inputs["input_ids"]),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens, torch.log_softmax(torch.cat(out.logits).float(), -1)
 
 
 def assert_same(answer: Answer, reference: tuple[list[int], torch.Tensor]) -> None:
@@ -123,25 +122,30 @@ def test_eight_at_once(tiny: Callable[[str], Path], family: str, settings: tuple
 @pytest.mark.parametrize("overlap", ["true", "false"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_midway(tiny: Callable[[str], Path], family: str, overlap: str) -> None:
-    """A KV pool that holds the longest request and little more: the others are preempted and resume."""
+    """All prompts fit the KV pool, their answers do not: requests are preempted and resume."""
     folder = tiny(family)
-    names = [n for n in scenarios(family) if n != "4 turns with images"]
-    prompts = [reference_inputs(folder, *hf_messages(scenarios(family)[n]))["input_ids"] for n in names]
-    longest = max(p.shape[1] for p in prompts) + NEW_TOKENS
+    conversations = [
+        [("user", [f"{word} there, the answer is"])] for word in ("hello", "who is", "out", "in")
+    ]
+    if family in VISION_FAMILIES:
+        conversations += [IMAGES["1 image"], IMAGES["image in an earlier turn"]]
+    lengths = [reference_inputs(folder, *hf_messages(c))["input_ids"].shape[1] for c in conversations]
     config = reference_model(folder).config.get_text_config()
-    kv_heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None) or 16
-    block_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * 4 * 4
-    num_blocks = -(-longest // 4) + 3
+    block_bytes = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4
+    num_blocks = 1 + sum(-(-length // 4) for length in lengths) + 2
     settings = (
         f"thinker.kv_memory={num_blocks * block_bytes}",
         "thinker.block_size=4",
         f"thinker.overlap={overlap}",
-        "thinker.max_context=" + str(longest),
+        f"thinker.max_context={max(lengths) + NEW_TOKENS}",
+        "thinker.prefix_cache=false",
     )
     with Served(folder, *settings) as served:
-        answers = served.ask_all([scenarios(family)[n] for n in names * 2], max_tokens=NEW_TOKENS, logprobs=5)
-        for name, answer in zip(names * 2, answers, strict=True):
-            assert_same(answer, expected(folder, family, name))
+        for turns in conversations:  # so that pictures are known and all requests meet in the scheduler
+            served.ask(turns, max_tokens=1)
+        answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
+        for turns, answer in zip(conversations, answers, strict=True):
+            assert_same(answer, oracle(folder, turns))
         assert served.stats("thinker")["num_preemptions_total"] > 0
         served.assert_clean()
 

@@ -1,0 +1,215 @@
+"""`omnistage chat`: a conversation in the terminal with a running server, streamed, with pictures."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import msgspec
+
+HELP = "/image FILE adds a picture to your next message, /reset forgets the conversation, /quit ends"
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    system: str | None = None
+    images: tuple[Path, ...] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+# --- the wire, as far as this client needs it ---------------------------------------------------------------
+class ImageUrl(msgspec.Struct):
+    url: str
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[ImagePart | TextPart]
+
+
+class ChatBody(msgspec.Struct, omit_defaults=True):
+    messages: list[ChatMessage]
+    stream: bool | None = None
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+class ChunkDelta(msgspec.Struct):
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    delta: ChunkDelta
+
+
+class ErrorText(msgspec.Struct):
+    message: str
+
+
+class Chunk(msgspec.Struct):
+    choices: list[ChunkChoice] = []
+    error: ErrorText | None = None
+
+
+class ChatError(Exception):
+    """The server refused or broke off; the message is its own."""
+
+
+@dataclass
+class Conversation:
+    """History as it is sent again with every turn, and pictures waiting for the next message."""
+
+    system: str | None = None
+    messages: list[ChatMessage] = field(default_factory=list)
+    pictures: list[ImagePart] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [ChatMessage("system", self.system)] if self.system else []
+        self.pictures = []
+
+    def attach(self, file: Path) -> None:
+        """Raises OSError when the file cannot be read."""
+        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        data = base64.b64encode(file.read_bytes()).decode()
+        self.pictures.append(ImagePart(ImageUrl(f"data:{kind};base64,{data}")))
+
+    def ask(self, text: str) -> None:
+        content: str | list[ImagePart | TextPart] = text
+        if self.pictures:
+            content = [*self.pictures, TextPart(text)]
+        self.messages.append(ChatMessage("user", content))
+        self.pictures = []
+
+
+def stream_answer(client: httpx.Client, options: ChatOptions, messages: list[ChatMessage]) -> Iterator[str]:
+    """Pieces of the answer as they come. Raises ChatError."""
+    body = ChatBody(messages, True, options.model, options.max_tokens, options.temperature)
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+    try:
+        with client.stream("POST", url, content=msgspec.json.encode(body), headers=headers) as response:
+            if response.status_code != 200:
+                raise ChatError(_refusal(response.status_code, response.read()))
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    chunk = msgspec.json.decode(line[len("data: ") :], type=Chunk)
+                    if chunk.error is not None:
+                        raise ChatError(chunk.error.message)
+                    yield from (c.delta.content for c in chunk.choices if c.delta.content)
+    except httpx.HTTPError as error:
+        raise ChatError(f"no answer from {options.url}: {error or type(error).__name__}") from None
+    raise ChatError("the server ended the answer before it was complete")
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        error = msgspec.json.decode(body, type=Chunk).error
+    except msgspec.DecodeError:
+        error = None
+    return f"{error.message} (HTTP {status})" if error else f"HTTP {status}"
+
+
+def _to_terminal(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def run(
+    options: ChatOptions,
+    read_line: Callable[[str], str] = input,
+    write: Callable[[str], object] = _to_terminal,
+    client: httpx.Client | None = None,
+) -> int:
+    """Reads lines until /quit or the end of input. An error of one turn takes that turn back and goes on."""
+    conversation = Conversation(options.system)
+    try:
+        for file in options.images:
+            conversation.attach(file)
+    except OSError as error:
+        print(f"omnistage: {error}", file=sys.stderr)
+        return 1
+    write(HELP + "\n")
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    with client or httpx.Client(timeout=timeout) as http:
+        while True:
+            try:
+                line = read_line("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                write("\n")
+                return 0
+            if line == "/quit":
+                return 0
+            _turn(line, conversation, options, http, write)
+
+
+def _turn(
+    line: str,
+    conversation: Conversation,
+    options: ChatOptions,
+    client: httpx.Client,
+    write: Callable[[str], object],
+) -> None:
+    command, _, argument = line.partition(" ")
+    match command:
+        case "":
+            return
+        case "/reset":
+            conversation.reset()
+        case "/help":
+            write(HELP + "\n")
+        case "/image":
+            try:
+                conversation.attach(Path(argument.strip()).expanduser())
+                write(f"{len(conversation.pictures)} picture(s) for the next message\n")
+            except OSError as error:
+                write(f"! {error}\n")
+        case _:
+            _ask(line, conversation, options, client, write)
+
+
+def _ask(
+    line: str,
+    conversation: Conversation,
+    options: ChatOptions,
+    client: httpx.Client,
+    write: Callable[[str], object],
+) -> None:
+    pictures = conversation.pictures
+    conversation.ask(line)
+    pieces: list[str] = []
+    try:
+        for piece in stream_answer(client, options, conversation.messages):
+            pieces.append(piece)
+            write(piece)
+        write("\n")
+    except ChatError as error:
+        write(f"\n! {error}\n")
+        conversation.messages.pop()
+        conversation.pictures = pictures
+        return
+    except KeyboardInterrupt:  # closing the response makes the server abort the rest
+        write(" …\n")
+    conversation.messages.append(ChatMessage("assistant", "".join(pieces)))

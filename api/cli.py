@@ -1,0 +1,200 @@
+"""The `omnistage` command. Heavy imports happen inside the subcommands, so that --help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from contracts.errors import OmnistageError
+
+if TYPE_CHECKING:
+    from api.settings import ApiSettings
+    from stages.options import ServeOptions
+    from stages.service import Service
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:  # its options are its own, `--help` included
+        from benchmarks.cli import main as bench
+
+        return bench(arguments[1:])
+    parsed = _parser().parse_args(arguments)
+    match parsed.command:
+        case "serve":
+            return _serve(parsed)
+        case "plan":
+            return _plan(parsed)
+        case _:
+            return _chat(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="omnistage",
+        description="Serves vision, audio and speech models as a graph of stages,"
+        " behind an OpenAI-compatible API.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="load a model and serve it over HTTP")
+    _add_model_options(serve)
+    _add_server_options(serve)
+    plan = commands.add_parser("plan", help="print stages, placement and memory without loading weights")
+    _add_model_options(plan)
+    commands.add_parser("bench", help="run a benchmark against a running server", add_help=False)
+    _add_chat_options(commands.add_parser("chat", help="talk to a running server in the terminal"))
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", type=Path, help="checkpoint folder (default: the model `make setup` builds)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and activations (default: the checkpoint's)",
+    )
+    add("--deployment", type=Path, metavar="FILE", help="TOML file that places the stages")
+    add("--set", action="append", default=[], metavar="PATH=VALUE", help="override one deployment value")
+    add("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB")
+    add("--media-root", type=Path, metavar="DIR", help="folder that file: URLs may read from (default: none)")
+    add(
+        "--allow-private-addresses",
+        action="store_true",
+        help="let media URLs point into private networks",
+    )
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names clients may use (default: the folder's)",
+    )
+    add("--api-key", help="clients must send it as a Bearer token (or OMNISTAGE_API_KEY)")
+
+
+def _add_chat_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    add("--model", help="model name (default: the served one)")
+    add("--api-key", help="Bearer token (or OMNISTAGE_API_KEY)")
+    add("--system", help="system prompt")
+    add("--image", action="append", default=[], type=Path, metavar="FILE", help="goes with the first message")
+    add("--max-tokens", type=int)
+    add("--temperature", type=float)
+
+
+def options_of(parsed: argparse.Namespace) -> ServeOptions:
+    from stages.options import ServeOptions
+
+    serving = parsed.command == "serve"
+    return ServeOptions(
+        model=parsed.model,
+        host=parsed.host if serving else ServeOptions.host,
+        port=parsed.port if serving else ServeOptions.port,
+        dtype=parsed.dtype,
+        served_model_name=tuple(parsed.served_model_name) if serving else (),
+        deployment=parsed.deployment,
+        overrides=tuple(parsed.set),
+        media_root=parsed.media_root,
+        kv_memory=parsed.kv_memory,
+        allow_private_addresses=parsed.allow_private_addresses,
+        api_key=parsed.api_key if serving else None,
+    )
+
+
+def _fail(message: object) -> int:
+    print(f"omnistage: {message}", file=sys.stderr)
+    return 1
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from stages.launch import plan_text
+
+    try:
+        print(plan_text(options_of(parsed)))
+    except (OmnistageError, ValueError) as error:  # ValueError: DeploymentError, PipelineError
+        return _fail(error)
+    return 0
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    import logging
+    import os
+
+    from api.settings import ApiSettings
+    from stages.launch import serve_service
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = options_of(parsed)
+    try:
+        settings = ApiSettings.from_environment(os.environ, api_key=options.api_key)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(serve_service(options), options, settings))
+    except (OmnistageError, OSError, ValueError) as error:
+        return _fail(error)
+    except KeyboardInterrupt:  # uvicorn has drained and closed; it hands the signal on
+        return 130
+    return 0
+
+
+async def serve(
+    starting: AbstractAsyncContextManager[Service], options: ServeOptions, settings: ApiSettings
+) -> None:
+    """Binds, loads, serves until a signal. Raises OSError at once when the address is taken."""
+    from api.app import create_app
+    from api.server import ApiServer, bind
+
+    listener = bind(options.host, options.port)
+    try:
+        async with starting as service:
+            server = ApiServer(create_app(service, settings), settings)
+            host, port = listener.getsockname()[:2]
+            print(f"omnistage serves {service.card.names[0]} on http://{host}:{port}", flush=True)
+            await server.serve(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.Loop
+
+
+def _chat(parsed: argparse.Namespace) -> int:
+    import os
+
+    from api.chat_cli import ChatOptions, run
+
+    return run(
+        ChatOptions(
+            url=parsed.url,
+            model=parsed.model,
+            api_key=parsed.api_key or os.environ.get("OMNISTAGE_API_KEY"),
+            system=parsed.system,
+            images=tuple(parsed.image),
+            max_tokens=parsed.max_tokens,
+            temperature=parsed.temperature,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

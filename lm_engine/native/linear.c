@@ -1,0 +1,194 @@
+/* Packed linear layers: weights stored in panels of 16 output columns, y = x W^T + b. */
+#include "kernels.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+enum { MAX_BLOCK_ROWS = 192, BLOCK_BYTES = 256 * 1024, TASKS_PER_THREAD = 8 };
+
+struct linear { /* mirrored in library.py */
+    const void *panels; /* [ceil(outputs / 16)][inputs][16], padded with zeros */
+    const float *bias;  /* [outputs] or NULL */
+    int64_t inputs, outputs;
+    int32_t dtype;
+};
+
+/* Column c of a panel row: bfloat16 panels interleave columns j and j + 8 so that one load gives both vectors. */
+INLINE int panel_column(enum dtype dtype, int c) {
+    return dtype == F32 ? c : (c < 8 ? 2 * c : 2 * (c - 8) + 1);
+}
+
+struct packing {
+    const char *weight;
+    char *panels;
+    int64_t stride, outputs, inputs;
+    enum dtype dtype;
+};
+
+static void pack_panel(const void *context, int64_t p) {
+    const struct packing *job = context;
+    const size_t size = job->dtype == F32 ? 4 : 2;
+    char *panel = job->panels + p * PANEL * job->inputs * size;
+    for (int c = 0; c < PANEL; c++) {
+        const int64_t row = p * PANEL + c, column = panel_column(job->dtype, c);
+        const char *source = job->weight + row * job->stride * size;
+        for (int64_t i = 0; i < job->inputs; i++) {
+            char *target = panel + (i * PANEL + column) * size;
+            if (row >= job->outputs) memset(target, 0, size);
+            else memcpy(target, source + i * size, size);
+        }
+    }
+}
+
+/* weight: [outputs, inputs] rows of `stride` elements. Fills `panels` (ceil(outputs / 16) * 16 * inputs elements). */
+EXPORT void pack_linear(const void *weight, int64_t stride, void *panels, int32_t dtype, int64_t outputs,
+                        int64_t inputs, int32_t threads) {
+    const struct packing job = {weight, panels, stride, outputs, inputs, dtype};
+    const int64_t count = ceil_div(outputs, PANEL);
+#ifdef MADV_HUGEPAGE
+    const uintptr_t huge = 2 << 20, begin = ((uintptr_t)panels + huge - 1) / huge * huge;
+    const uintptr_t end = ((uintptr_t)panels + count * PANEL * inputs * (dtype == F32 ? 4 : 2)) / huge * huge;
+    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* advice only: failure is harmless */
+#endif
+    run_tasks(threads, count, pack_panel, &job);
+}
+
+struct gathering {
+    const struct linear *linear;
+    const int64_t *ids;
+    void *y;
+    enum dtype y_dtype;
+};
+
+static void gather_row(const void *context, int64_t t) {
+    const struct gathering *job = context;
+    const struct linear *linear = job->linear;
+    const int64_t inputs = linear->inputs;
+    const int column = panel_column(linear->dtype, job->ids[t] % PANEL);
+    const void *panel = offset(linear->panels, linear->dtype, job->ids[t] / PANEL * PANEL * inputs);
+    for (int64_t i = 0; i < inputs; i++)
+        store_one(job->y, job->y_dtype, t * inputs + i, load_one(panel, linear->dtype, i * PANEL + column));
+}
+
+/* Row ids[t] of the weight to y[t]: an embedding table that is also the output projection is kept once.
+ * Ids outside [0, outputs) are refused: returns the position of the first one, -1 when all is well. */
+EXPORT int64_t gather_rows(const struct linear *linear, const int64_t *ids, int64_t count, void *y, int32_t y_dtype,
+                           int32_t threads) {
+    for (int64_t t = 0; t < count; t++)
+        if (ids[t] < 0 || ids[t] >= linear->outputs) return t;
+    const struct gathering job = {linear, ids, y, y_dtype};
+    run_tasks(threads_for(count * linear->inputs, threads), count, gather_row, &job);
+    return -1;
+}
+
+struct product {
+    const struct linear *linear;
+    const float *x;
+    void *y;
+    int64_t ldx, ldy, rows, block_rows, block_inputs, panels_per_task;
+    enum dtype y_dtype;
+};
+
+static void store_panel(const struct product *job, int64_t row, int64_t rows, int64_t column, const float *acc) {
+    const struct linear *linear = job->linear;
+    const enum dtype dtype = job->y_dtype;
+    float bias[PANEL] = {0};
+    const int64_t columns = min64(PANEL, linear->outputs - column);
+    if (linear->bias) memcpy(bias, linear->bias + column, columns * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = (row + r) * job->ldy + column;
+        const float *sum = acc + r * PANEL;
+        if (columns == PANEL) {
+            store8(job->y, dtype, at, *(const f32x8 *)sum + *(const f32x8 *)bias);
+            store8(job->y, dtype, at + 8, *(const f32x8 *)(sum + 8) + *(const f32x8 *)(bias + 8));
+        } else {
+            for (int c = 0; c < columns; c++) store_one(job->y, dtype, at + c, sum[c] + bias[c]);
+        }
+    }
+}
+
+/* One panel for one block of rows. Inputs are taken in blocks that stay in the first-level cache while all row tiles
+ * use them; meanwhile the next block is fetched. */
+static void multiply_panel(const struct product *job, int64_t row, int64_t rows, int64_t panel) {
+    const struct linear *linear = job->linear;
+    const int64_t inputs = linear->inputs, tiles = ceil_div(rows, TILE_ROWS);
+    const int64_t line_step = (linear->dtype == F32 ? 128 : 64);
+    float acc[MAX_BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t begin = 0; begin < inputs; begin += job->block_inputs) {
+        const int64_t k = min64(job->block_inputs, inputs - begin);
+        const void *w = offset(linear->panels, linear->dtype, (panel * inputs + begin) * PANEL);
+        const char *ahead = (const char *)w + (tiles == 1 ? 4096 : line_step / 2 * k);
+        const int64_t ahead_step = tiles <= 4 ? line_step / tiles : 0;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            const int64_t first = tile * rows / tiles, last = (tile + 1) * rows / tiles;
+            tile_multiply(last - first, job->x + (row + first) * job->ldx + begin, job->ldx, w, linear->dtype, k,
+                          acc + first * PANEL, begin > 0, ahead, ahead_step);
+            ahead += k / 2 * ahead_step;
+        }
+    }
+    store_panel(job, row, rows, panel * PANEL, acc);
+}
+
+INLINE int64_t num_panels(const struct linear *linear) { return ceil_div(linear->outputs, PANEL); }
+
+static void plan_blocks(struct product *job, int32_t threads) {
+    const struct linear *linear = job->linear;
+    const int64_t panels = num_panels(linear);
+    int64_t rows = BLOCK_BYTES / (int64_t)sizeof(float) / max64(linear->inputs, 1) / TILE_ROWS * TILE_ROWS;
+    rows = min64(max64(rows, 4 * TILE_ROWS), MAX_BLOCK_ROWS);
+    const int64_t wanted = ceil_div(4 * threads, panels); /* row blocks, so that every thread has work */
+    rows = min64(rows, ceil_div(ceil_div(job->rows, wanted), TILE_ROWS) * TILE_ROWS);
+    job->block_rows = ceil_div(job->rows, ceil_div(job->rows, rows));
+    if (job->block_rows <= TILE_ROWS) job->block_inputs = linear->inputs;
+    else if (job->block_rows <= 4 * TILE_ROWS) job->block_inputs = 192;
+    else job->block_inputs = linear->dtype == F32 ? 256 : 512;
+}
+
+struct widening {
+    const void *x;
+    float *target;
+    int64_t ldx, rows, inputs, rows_per_task;
+    enum dtype dtype;
+};
+
+static void widen_rows(const void *context, int64_t task) {
+    const struct widening *job = context;
+    const int64_t inputs = job->inputs, end = min64((task + 1) * job->rows_per_task, job->rows);
+    for (int64_t r = task * job->rows_per_task; r < end; r++) {
+        float *target = job->target + r * inputs;
+        int64_t i = 0;
+        for (; i + 8 <= inputs; i += 8) *(f32x8 *)(target + i) = load8(job->x, job->dtype, r * job->ldx + i);
+        for (; i < inputs; i++) target[i] = load_one(job->x, job->dtype, r * job->ldx + i);
+    }
+}
+
+static void multiply_span(const void *context, int64_t task) {
+    const struct product *job = context;
+    const int64_t panels = num_panels(job->linear), spans = ceil_div(panels, job->panels_per_task);
+    const int64_t row = task / spans * job->block_rows, first = task % spans * job->panels_per_task;
+    const int64_t rows = min64(job->block_rows, job->rows - row);
+    for (int64_t panel = first; panel < min64(first + job->panels_per_task, panels); panel++)
+        multiply_panel(job, row, rows, panel);
+}
+
+/* y[rows, outputs] = x[rows, inputs] W^T + b. Returns 0, or 1 when out of memory. */
+EXPORT int32_t linear_forward(const struct linear *linear, const void *x, int32_t x_dtype, int64_t ldx, void *y,
+                              int32_t y_dtype, int64_t ldy, int64_t rows, int32_t threads) {
+    if (rows == 0) return 0;
+    struct product job = {.linear = linear, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows, .y_dtype = y_dtype};
+    const int64_t inputs = linear->inputs;
+    if (x_dtype != F32) {
+        float *wide = scratch(SCRATCH_ACTIVATIONS, rows * inputs * sizeof(float));
+        if (!wide) return 1;
+        const int64_t span = rows_per_task(rows, threads);
+        const struct widening widening = {x, wide, ldx, rows, inputs, span, x_dtype};
+        run_tasks(threads_for(rows * inputs, threads), ceil_div(rows, span), widen_rows, &widening);
+        job.x = wide;
+        job.ldx = inputs;
+    }
+    plan_blocks(&job, threads);
+    const int64_t panels = num_panels(linear), blocks = ceil_div(rows, job.block_rows);
+    job.panels_per_task = max64(1, panels * blocks / (threads * TASKS_PER_THREAD));
+    run_tasks(threads, blocks * ceil_div(panels, job.panels_per_task), multiply_span, &job);
+    return 0;
+}

@@ -1,0 +1,100 @@
+/* The register-blocked product of a few rows with one packed panel, and per-thread scratch memory. */
+#include "kernels.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+INLINE void step(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, f32x8 sum[TILE_ROWS][2]) {
+    f32x8 low, high;
+    if (w_dtype == BF16) { /* 32-bit lane j holds columns j (low half) and j + 8 (high half) */
+        u32x8 pairs = *(const u32x8 *)w;
+        low = (f32x8)(pairs << 16);
+        high = (f32x8)(pairs & 0xffff0000u);
+    } else {
+        low = ((const f32x8 *)w)[0];
+        high = ((const f32x8 *)w)[1];
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        f32x8 value = splat(x[r * ldx]);
+        sum[r][0] += value * low;
+        sum[r][1] += value * high;
+    }
+}
+
+INLINE void multiply(int rows, const float *x, int64_t ldx, const char *w, enum dtype w_dtype, int64_t k, float *acc,
+                     int accumulate, const char *ahead, int64_t ahead_step) {
+    f32x8 sum[TILE_ROWS][2];
+    const int64_t w_step = w_dtype == BF16 ? 2 * PANEL : 4 * PANEL;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = accumulate ? *(f32x8 *)(acc + r * PANEL) : (f32x8){0};
+        sum[r][1] = accumulate ? *(f32x8 *)(acc + r * PANEL + 8) : (f32x8){0};
+    }
+    int64_t i = 0;
+    for (; i + 4 <= k; i += 4) {
+        __builtin_prefetch(ahead);
+        __builtin_prefetch(ahead + ahead_step);
+        ahead += 2 * ahead_step;
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; u++) step(rows, x + u, ldx, w + u * w_step, w_dtype, sum);
+        x += 4;
+        w += 4 * w_step;
+    }
+    for (; i < k; i++) {
+        step(rows, x, ldx, w, w_dtype, sum);
+        x++;
+        w += w_step;
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        *(f32x8 *)(acc + r * PANEL) = sum[r][0];
+        *(f32x8 *)(acc + r * PANEL + 8) = sum[r][1];
+    }
+}
+
+#define CASE(ROWS) \
+    case ROWS: \
+        if (w_dtype == BF16) multiply(ROWS, x, ldx, w, BF16, k, acc, accumulate, ahead, ahead_step); \
+        else multiply(ROWS, x, ldx, w, F32, k, acc, accumulate, ahead, ahead_step); \
+        break;
+
+void tile_multiply(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, int64_t k, float *acc,
+                   int accumulate, const char *ahead, int64_t ahead_step) {
+    switch (rows) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+    }
+}
+
+static pthread_key_t scratch_key;
+static pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
+
+struct arena {
+    void *memory[SCRATCH_SLOTS];
+    size_t bytes[SCRATCH_SLOTS];
+};
+
+static void free_arena(void *pointer) {
+    struct arena *arena = pointer;
+    for (int slot = 0; slot < SCRATCH_SLOTS; slot++) free(arena->memory[slot]);
+    free(arena);
+}
+
+static void make_key(void) { pthread_key_create(&scratch_key, free_arena); }
+
+void *scratch(int slot, size_t bytes) {
+    pthread_once(&scratch_once, make_key);
+    struct arena *arena = pthread_getspecific(scratch_key);
+    if (!arena) {
+        arena = calloc(1, sizeof *arena);
+        if (!arena) return NULL;
+        pthread_setspecific(scratch_key, arena);
+    }
+    if (arena->bytes[slot] < bytes) {
+        free(arena->memory[slot]);
+        bytes = (bytes + 4095) / 4096 * 4096;
+        arena->memory[slot] = aligned_alloc(64, bytes);
+        arena->bytes[slot] = arena->memory[slot] ? bytes : 0;
+    }
+    return arena->memory[slot];
+}
