@@ -18,8 +18,7 @@ import torch
 from lm_engine.layers.kernels import HeadShape, Kernels, Linear
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.model import AttentionMetadata, PagedKV
-from lm_engine.native import native_kernels
-from lm_engine.native.library import Unavailable
+from lm_engine.native import Unavailable, native_kernels
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY = 30, 576, 1536, 49152
 HEADS = HeadShape(num_heads=9, num_kv_heads=3, head_dim=64)

@@ -10,8 +10,7 @@ from contracts.errors import EngineError
 from lm_engine.layers.kernels import Kernels
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.model import Kernels as KernelChoice
-from lm_engine.native import native_kernels
-from lm_engine.native.library import Unavailable
+from lm_engine.native import Unavailable, native_kernels
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from contracts.errors import EngineError
 from lm_engine.attention.reference import SequenceAttention
+from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
+from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, PagedKV
-from lm_engine.native import native_kernels
+from lm_engine.native import Unavailable, native_kernels
 from lm_engine.native.build import BuildError, build, library_path
 from lm_engine.native.kernels import NativeKernels
-from lm_engine.native.library import Unavailable, load
+from lm_engine.native.library import load
+from tests.lm_engine.random_decoder import RandomSource, tiny_config
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("gcc") is None, reason="the native kernels need Linux and gcc"
@@ -328,3 +331,40 @@ def test_setup_builds_into_the_users_cache(tmp_path, one_thread):
     assert done.stderr == ""
     assert Path(done.stdout.strip()) == library_path(tmp_path / "omnistage" / "native")
     assert Path(done.stdout.strip()).exists()
+
+
+# --- in a decoder ---
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"num_kv_heads": 1}], ids=str)
+def test_a_decoder_computes_the_same_with_native_kernels(kernels, changes):
+    config, cache_size = tiny_config(**changes), (2, 9, 4, changes.get("num_kv_heads", 2), 8)
+    tables, chunks = [[3, 1, 7], [5], [2, 8]], [(0, 9), (0, 3), (0, 6)]
+    next_chunks = [(9, 1), (3, 1), (6, 2)]
+    logits = []
+    for choice in (ReferenceKernels(), kernels):
+        decoder, kv = Decoder(config, RandomSource(), choice), PagedKV(*torch.zeros(2, *cache_size))
+        for step_chunks in (chunks, next_chunks):
+            metadata = metadata_of(step_chunks, 4, tables)
+            positions = torch.cat([torch.arange(a, a + b) for a, b in step_chunks])
+            hidden = decoder.embed(positions * 5 % 97)
+            hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
+        logits.append(decoder.logits(hidden))
+    assert_near(logits[1], logits[0].double(), 2e-5)
+
+
+def test_selection_takes_native_where_it_runs_and_says_why_it_does_not(one_thread, monkeypatch, caplog):
+    cpu = torch.device("cpu")
+    assert select_kernels("auto", cpu, torch.bfloat16).name == "native"
+    assert select_kernels("native", cpu, torch.float32).name == "native"
+    assert select_kernels("reference", cpu, torch.float32).name == "reference"
+    monkeypatch.setattr(
+        "lm_engine.native.library.default_library", lambda: Unavailable("gcc is not installed")
+    )
+    with caplog.at_level("INFO"):
+        assert select_kernels("auto", cpu, torch.float32).name == "reference"
+    assert [record.message for record in caplog.records] == [
+        "native kernels cannot run: gcc is not installed; the plain ones take their place"
+    ]
+    with pytest.raises(EngineError, match="gcc is not installed"):
+        select_kernels("native", cpu, torch.float32)
