@@ -133,10 +133,14 @@ def _refusal(status: int, body: bytes) -> str:
     return f"{error.message} (HTTP {status})" if error else f"HTTP {status}"
 
 
+def _to_terminal(text: str) -> None:
+    print(text, end="", flush=True)
+
+
 def run(
     options: ChatOptions,
     read_line: Callable[[str], str] = input,
-    write: Callable[[str], object] = sys.stdout.write,
+    write: Callable[[str], object] = _to_terminal,
     client: httpx.Client | None = None,
 ) -> int:
     """Reads lines until /quit or the end of input. An error of one turn takes that turn back and goes on."""
@@ -200,8 +204,6 @@ def _ask(
         for piece in stream_answer(client, options, conversation.messages):
             pieces.append(piece)
             write(piece)
-            if write is sys.stdout.write:
-                sys.stdout.flush()
         write("\n")
     except ChatError as error:
         write(f"\n! {error}\n")

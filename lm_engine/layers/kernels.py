@@ -1,22 +1,16 @@
-"""The seam between a decoder and the code that computes its layers; selection by name.
+"""The seam between a decoder and the code that computes its layers.
 
 Shapes: T tokens, I inputs and O outputs of a linear, N query heads, G KV heads, D head size, P = D/2.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from contracts.errors import EngineError
 from lm_engine.model import AttentionBackend
-from lm_engine.model import Kernels as KernelChoice
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,20 +83,3 @@ class Kernels(Protocol):
         already scaled. The results may be views of `qkv_TX`, which is spent.
         """
         ...
-
-
-def select_kernels(choice: KernelChoice, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """ "auto" takes the fastest that supports the device and dtype. Raises EngineError when a named one
-    cannot run."""
-    from lm_engine.layers.reference import ReferenceKernels
-    from lm_engine.native import Unavailable, native_kernels
-
-    if choice == "reference" or (choice == "auto" and device.type != "cpu"):
-        return ReferenceKernels()
-    native = native_kernels(device, dtype)
-    if not isinstance(native, Unavailable):
-        return native
-    if choice == "native":
-        raise EngineError(f"native kernels cannot run: {native.reason}; use kernels = 'reference'")
-    logger.info("native kernels cannot run: %s; the plain ones take their place", native.reason)
-    return ReferenceKernels()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,10 +30,15 @@ class Running:
 
 
 @asynccontextmanager
-async def running(service: Service, settings: ApiSettings | None = None) -> AsyncIterator[Running]:
+async def running(
+    service: Service, settings: ApiSettings | None = None, send_buffer: int | None = None
+) -> AsyncIterator[Running]:
+    """`send_buffer`: bytes the kernel keeps per connection for a client that does not read."""
     settings = settings or ApiSettings()
     server = ApiServer(create_app(service, settings), settings)
     listener = bind("127.0.0.1", 0)
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

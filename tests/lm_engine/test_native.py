@@ -15,8 +15,9 @@ from torch import Tensor
 from contracts.errors import EngineError
 from lm_engine.attention.reference import SequenceAttention
 from lm_engine.decoder import Decoder
-from lm_engine.layers.kernels import HeadShape, QKNorm, select_kernels
+from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
+from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, PagedKV
 from lm_engine.native import Unavailable, native_kernels
 from lm_engine.native.build import BuildError, build, library_path

@@ -1,4 +1,4 @@
-"""Times the CPU kernels over the shapes of a 135M Llama: `python -m benchmarks.cpu_kernels`.
+"""Times the CPU kernels over the shapes of a 135M Llama: `python -m benchmarks.components.cpu_kernels`.
 
 Weights are random. Every figure is the best of several runs, the rivals taking turns: on a shared machine the
 best run is the one that was disturbed least.

@@ -1,0 +1,108 @@
+"""The terminal chat against a real server: history, pictures, errors that take the turn back."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.chat_cli import ChatOptions, run
+from api.settings import ApiSettings
+from contracts.errors import EngineError, MediaDecodeError
+from tests.api.fakes import Script, ScriptedService, shown
+from tests.api.serving import running
+
+
+def converse(service: ScriptedService, *lines: str, **options: Any) -> str:
+    """What the terminal shows. The client blocks, so it runs beside the server in a thread of the pool."""
+    written: list[str] = []
+    typed: Iterator[str] = iter(lines)
+
+    def read_line(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    async def main() -> int:
+        async with running(service, ApiSettings(api_key=options.get("api_key"))) as server:
+            chat = ChatOptions(url=server.url, **options)
+            return await asyncio.to_thread(run, chat, read_line, written.append)
+
+    assert asyncio.run(main()) == 0
+    return "".join(written)
+
+
+def history(service: ScriptedService) -> list[list[list[str]]]:
+    return [shown(flow.request.input) for flow in service.flows.values()]  # type: ignore[arg-type]
+
+
+def test_history_goes_along(tmp_path: Path) -> None:
+    service = ScriptedService(Script([tuple(b"one")]), Script([tuple(b"two")]))
+    output = converse(
+        service, "first", "", "second", "/reset", "third", "/quit", system="be brief", api_key="k"
+    )
+    assert "one\ntwo\ntwo\n" in output
+    assert history(service) == [
+        [["be brief"], ["first"]],
+        [["be brief"], ["first"], ["one"], ["second"]],
+        [["be brief"], ["third"]],
+    ]
+
+
+def test_pictures_go_with_the_next_message(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.png", tmp_path / "b.jpg"
+    first.write_bytes(b"PNG")
+    second.write_bytes(b"JPG")
+    service = ScriptedService()
+    output = converse(service, f"/image {second}", "look", "and now?", images=(first,), max_tokens=3)
+    png = "data:image/png;base64," + base64.b64encode(b"PNG").decode()
+    jpg = "data:image/jpeg;base64," + base64.b64encode(b"JPG").decode()
+    assert "2 picture(s)" in output
+    assert history(service)[1] == [[png, jpg, "look"], ["Hel"], ["and now?"]]
+
+
+def test_refused_turn_is_taken_back(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"PNG")
+    service = ScriptedService(
+        Script(refusal=MediaDecodeError("not an image")),
+        Script(fail_at_step=2, error=EngineError("no luck")),
+        Script(),
+    )
+    output = converse(service, f"/image {picture}", "a", "b", "c")
+    assert "! not an image (HTTP 400)" in output
+    assert "! no luck" in output
+    assert [len(turns) for turns in history(service)] == [1, 1, 1]
+
+
+def test_missing_picture_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in converse(ScriptedService(), f"/image {tmp_path / 'none.png'}")
+    assert run(ChatOptions("http://127.0.0.1:1", images=(tmp_path / "none.png",))) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (httpx.Response(502, text="<html>"), "HTTP 502"),
+        (httpx.Response(200, text='data: {"choices":[]}\n\n'), "before it was complete"),
+        (httpx.ConnectError("refused"), "no answer from http://127.0.0.1:1: refused"),
+    ],
+)
+def test_other_failures(reply: httpx.Response | httpx.HTTPError, says: str) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if isinstance(reply, httpx.Response):
+            return reply
+        raise reply
+
+    written: list[str] = []
+    lines = iter(["hi", "/quit"])
+    client = httpx.Client(transport=httpx.MockTransport(handle))
+    assert run(ChatOptions("http://127.0.0.1:1"), lambda _: next(lines), written.append, client) == 0
+    assert says in "".join(written)

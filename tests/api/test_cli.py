@@ -1,0 +1,171 @@
+"""The command line: options, fast help, errors as one line, and a server that starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api import cli
+from api.settings import ApiSettings, SettingsError
+from stages.options import ServeOptions
+from stages.service import Service
+from tests.api.fakes import ScriptedService
+from tests.api.serving import TIMEOUT_S, user
+
+HEAVY = ("torch", "transformers", "numpy", "fastapi", "uvicorn", "httpx", "prometheus_client")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom api.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print('loaded:', [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "loaded: []" in done.stdout
+    for command in ("serve", "plan", "bench", "chat"):
+        assert command in done.stdout
+
+
+def parse(*arguments: str) -> ServeOptions:
+    return cli.options_of(cli._parser().parse_args(arguments))
+
+
+def test_serve_options() -> None:
+    assert parse("serve") == ServeOptions()
+    assert parse(
+        *("serve", "models/a", "--host", "::", "--port", "9", "--dtype", "float32", "--api-key", "k"),
+        *("--served-model-name", "a", "b", "--deployment", "d.toml", "--kv-memory", "2GiB"),
+        *("--set", "thinker.devices=cuda:1", "--set", "a.b=2", "--media-root", "m"),
+        "--allow-private-addresses",
+    ) == ServeOptions(
+        model=Path("models/a"),
+        host="::",
+        port=9,
+        dtype="float32",
+        served_model_name=("a", "b"),
+        deployment=Path("d.toml"),
+        overrides=("thinker.devices=cuda:1", "a.b=2"),
+        media_root=Path("m"),
+        kv_memory="2GiB",
+        allow_private_addresses=True,
+        api_key="k",
+    )
+
+
+def test_plan_takes_the_model_options_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("plan", "m", "--set", "a.b=2") == ServeOptions(model=Path("m"), overrides=("a.b=2",))
+    with pytest.raises(SystemExit):
+        parse("plan", "m", "--port", "9")
+    assert "--port" in capsys.readouterr().err
+
+
+def test_bench_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Sequence[str]] = []
+
+    class Benchmarks:
+        @staticmethod
+        def main(argv: Sequence[str]) -> int:
+            seen.append(argv)
+            return 7
+
+    monkeypatch.setitem(sys.modules, "benchmarks.cli", Benchmarks)  # type: ignore[arg-type]
+    assert cli.main(["bench", "chat", "--help"]) == 7
+    assert seen == [["chat", "--help"]]
+
+
+def test_taken_port_fails_before_the_model_loads() -> None:
+    loaded = False
+
+    @asynccontextmanager
+    async def starting() -> AsyncIterator[Service]:
+        nonlocal loaded
+        loaded = True
+        yield ScriptedService()
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ServeOptions(port=taken.getsockname()[1])
+        with pytest.raises(OSError, match="in use"):
+            asyncio.run(cli.serve(starting(), options, ApiSettings()))
+    assert not loaded
+
+
+def test_serves_until_told_to_stop(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from api import server
+
+    servers: list[server.ApiServer] = []
+    created = asyncio.Event()
+    make = server.ApiServer.__init__
+
+    def remember(self: server.ApiServer, *arguments: object) -> None:
+        make(self, *arguments)  # type: ignore[arg-type]
+        servers.append(self)
+        created.set()
+
+    monkeypatch.setattr(server.ApiServer, "__init__", remember)
+    stopped: list[str] = []
+
+    @asynccontextmanager
+    async def starting() -> AsyncIterator[Service]:
+        yield ScriptedService()
+        stopped.append("service")
+
+    async def run() -> None:
+        serving = asyncio.create_task(cli.serve(starting(), ServeOptions(port=0), ApiSettings()))
+        async with asyncio.timeout(TIMEOUT_S):
+            await created.wait()
+            await servers[0].listening.wait()
+            url = capsys.readouterr().out.split()[-1]
+            async with httpx.AsyncClient() as http:
+                response = await http.post(f"{url}/v1/chat/completions", json=user("hi"))
+            assert response.status_code == 200
+            servers[0].stop()
+            await serving
+
+    asyncio.run(run())
+    assert stopped == ["service"]
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+def test_settings_from_the_environment() -> None:
+    assert ApiSettings.from_environment({"PATH": "x", "OMNISTAGE_API_KEY": ""}) == ApiSettings()
+    given = {
+        "OMNISTAGE_API_KEY": "k",
+        "OMNISTAGE_MAX_BODY_BYTES": "1000",
+        "OMNISTAGE_MAX_PROMPTS": "2",
+        "OMNISTAGE_MAX_SAMPLES": "3",
+        "OMNISTAGE_REQUEST_TIMEOUT_S": "1.5",
+        "OMNISTAGE_SEND_STALL_TIMEOUT_S": "4",
+        "OMNISTAGE_DRAIN_TIMEOUT_S": "5",
+        "OMNISTAGE_ACCESS_LOG": "1",
+    }
+    expected = ApiSettings("k", 1000, 2, 3, 1.5, 4.0, 5.0, True)
+    assert ApiSettings.from_environment(given) == expected
+    assert ApiSettings.from_environment(given, api_key="other").api_key == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MAX_BODY_BYTES", "1GB"),
+        ("MAX_SAMPLES", "0"),
+        ("DRAIN_TIMEOUT_S", "soon"),
+        ("ACCESS_LOG", "maybe"),
+        *[("REQUEST_TIMEOUT_S", text) for text in ("-1", "inf", "nan")],
+    ],
+)
+def test_bad_settings_name_the_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"OMNISTAGE_{name}"):
+        ApiSettings.from_environment({f"OMNISTAGE_{name}": value})
