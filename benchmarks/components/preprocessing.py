@@ -145,7 +145,8 @@ def main() -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     print(
-        f"command: python -m benchmarks.components.preprocessing --seconds {arguments.seconds} --sizes {arguments.sizes}"
+        f"command: python -m benchmarks.components.preprocessing --seconds {arguments.seconds}"
+        f" --sizes {arguments.sizes}"
     )
     print(
         f"python {platform.python_version()}, pillow {PIL.__version__}, numpy {np.__version__}, transformers"
