@@ -112,10 +112,10 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model, reason)  # a series that exists from the start can be rated
         self.open_requests = Gauge(
-            "omnistage:open_requests", "Requests the API holds open.", ["model_name"], registry=self.registry
+            "omnistage:api_open_requests", "Held open.", ["model_name"], registry=self.registry
         ).labels(model)
         self._rejected = Counter(
-            "omnistage:requests_rejected",
+            "omnistage:api_requests_rejected",
             "Requests refused before they were accepted.",
             ["model_name", "status"],
             registry=self.registry,

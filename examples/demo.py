@@ -55,8 +55,8 @@ def main() -> None:
         for kind, question in QUESTIONS:
             ask(client, model, kind, question)
     print(
-        "\nThe language half of the default model is real, its vision tower is untrained: pictures"
-        "\npass through it as through a trained one, but it cannot see. To go on:"
+        "\nThe language half of the default model is real, its vision tower is untrained: pictures pass"
+        "\nthrough it as through a trained one, but it cannot see. To go on:"
         "\n  .venv/bin/omnistage serve                  the default model on port 8000, with a page at /"
         "\n  .venv/bin/omnistage serve /path/to/model   a checkpoint folder of your own"
         "\n  .venv/bin/omnistage chat                   talk to the server in the terminal"

@@ -70,7 +70,7 @@ def test_leaving_before_the_first_byte(path: str, reset: bool, stream: bool, scr
                     writer.close()  # FIN; leaving the block sends RST
                     await service.wait_for(lambda: service.last.outcome == "aborted")
             await service.wait_for(lambda: service.last.outcome == "aborted")
-            assert await metric(server.url, "omnistage:open_requests") == 0
+            assert await metric(server.url, "omnistage:api_open_requests") == 0
 
     asyncio.run(run())
 
@@ -84,7 +84,7 @@ def test_leaving_in_mid_stream() -> None:
                     await reader.readuntil(b'"content":"H"')
             await service.wait_for(lambda: service.last.outcome == "aborted")
             assert await metric(server.url, "vllm:request_success_total", finished_reason="abort") == 1
-            assert await metric(server.url, "omnistage:open_requests") == 0
+            assert await metric(server.url, "omnistage:api_open_requests") == 0
 
     asyncio.run(run())
 
@@ -157,7 +157,7 @@ def test_reader_that_never_reads_is_dropped() -> None:
         async with running(service, settings, send_buffer=4096) as server:
             async with connected(server.port, body, receive_buffer=4096):
                 await service.wait_for(lambda: bool(service.flows) and service.last.outcome == "aborted")
-            assert await metric(server.url, "omnistage:open_requests") == 0
+            assert await metric(server.url, "omnistage:api_open_requests") == 0
 
     asyncio.run(run())
 
@@ -178,7 +178,7 @@ def test_many_aborts_leave_nothing_behind() -> None:
             await asyncio.gather(*(leave(i) for i in range(24)))
             await service.wait_for(lambda: all(f.outcome == "aborted" for f in service.flows.values()))
             assert len(service.flows) == 24
-            assert await metric(server.url, "omnistage:open_requests") == 0
+            assert await metric(server.url, "omnistage:api_open_requests") == 0
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())

@@ -128,7 +128,10 @@ def scrape(service: ScriptedService, *bodies: dict[str, Any]) -> dict[str, float
             return (await http.get("/metrics")).text
 
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(asyncio.run(run())):
+    text = asyncio.run(run())
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types)), "a family appears twice"
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "toy"
@@ -166,7 +169,7 @@ def test_counts_of_requests_and_tokens() -> None:
     assert found["vllm:request_success_total{finished_reason=length}"] == 1
     assert found["vllm:request_success_total{finished_reason=error}"] == 1
     assert found["vllm:request_success_total{finished_reason=abort}"] == 0
-    assert found["omnistage:requests_rejected_total{status=429}"] == 1
+    assert found["omnistage:api_requests_rejected_total{status=429}"] == 1
     assert found["vllm:generation_tokens_total"] == 7 + 3 + 2
     num_prompt = [len(service._prompt(f.request)[0]) for f in service.flows.values()]
     assert found["vllm:prompt_tokens_total"] == num_prompt[0] + num_prompt[1] + num_prompt[3]
@@ -174,7 +177,7 @@ def test_counts_of_requests_and_tokens() -> None:
     assert found["vllm:inter_token_latency_seconds_count"] == 6 + 2 + 1
     assert found["vllm:e2e_request_latency_seconds_count"] == 2
     assert found["vllm:request_generation_tokens_sum"] == 10
-    assert found["omnistage:open_requests"] == 0
+    assert found["omnistage:api_open_requests"] == 0
 
 
 def test_stage_values_become_metrics() -> None:
@@ -189,6 +192,7 @@ def test_stage_values_become_metrics() -> None:
         },
         "talker": {"num_requests_running": 1, "kv_cache_usage_perc": 0.5, "prefix_cache_hits_total": 2},
         "encoder": {"cache_bytes": 1024},
+        "front": {"open_requests": 3, "requests_rejected_total": 1},
     }
     found = scrape(service)
     assert found["vllm:num_requests_running"] == 3

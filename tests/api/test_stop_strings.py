@@ -74,3 +74,8 @@ def test_bypassed_text_starts_no_match() -> None:
     assert matcher.push("b") == ("b", None)
     assert matcher.push("xa") == ("x", None)
     assert matcher.bypass("b") == "ab"
+
+
+def test_longest_of_the_stops_that_complete_together() -> None:
+    for stops in (("b", "ab"), ("ab", "b")):
+        assert feed(stops, ["xa", "b"]) == (["x", ""], "ab")
