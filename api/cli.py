@@ -136,6 +136,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     import logging
     import os
 
+    # Before torch loads: its idle OpenMP threads would spin on cores that the native kernels and the front
+    # process need (6 ms of a core after every parallel operation).
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
     from api.settings import ApiSettings
     from stages.launch import serve_service
 
