@@ -27,6 +27,8 @@ class Environment(msgspec.Struct, frozen=True):
     num_cores: int
     num_cores_allowed: int
     memory_bytes: int
+    load_1min: float
+    """Processes that wanted a core when the report was made; above the cores, the machine was busy."""
     gpus: tuple[str, ...]
     system: str
     python: str
@@ -38,7 +40,8 @@ class Environment(msgspec.Struct, frozen=True):
         return [
             f"command   {self.command}",
             f"date      {self.date_utc}",
-            f"hardware  {self.cpu}, {self.num_cores_allowed} of {self.num_cores} cores, {memory_gib:.0f} GiB",
+            f"hardware  {self.cpu}, {self.num_cores_allowed} of {self.num_cores} cores, {memory_gib:.0f} GiB;"
+            f" load {self.load_1min:.1f}",
             f"GPU       {'; '.join(self.gpus) or 'none'}",
             f"versions  {self.system}, Python {self.python}, {packages}",
         ]
@@ -55,6 +58,7 @@ def describe_environment(command: Sequence[str]) -> Environment:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count() or 1,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        load_1min=os.getloadavg()[0],
         gpus=_gpus(),
         system=platform.platform(),
         python=platform.python_version(),

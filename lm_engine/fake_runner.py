@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 START = 0  # fold of no positions
+GARBAGE = -1  # what a failed step leaves where it was to write
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,16 @@ class FakeRunner:
             self._gate(plan)
             passed = True
         finally:
-            for step in plan.sequences:
-                self._rows[step.slot].lost |= not passed
+            if not passed:
+                self._lose(plan)
+
+    def _lose(self, plan: StepPlan) -> None:
+        size = self._config.block_size
+        for step in plan.sequences:
+            row = self._rows[step.slot]
+            row.lost = True
+            for index in range(step.start, step.start + step.num_tokens):
+                self._kv[row.blocks[index // size], index % size] = GARBAGE
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         size = self._config.block_size

@@ -81,7 +81,7 @@ class RequestTable:
         """Frees and takes slots, on the host only: whatever fails later in the step, slots are as the plan
         says."""
         for slot in released:
-            del self.rows[slot]
+            self.rows.pop(slot, None)  # unknown if the plan that admitted it failed on the way
         for admission in admissions:
             assert admission.slot not in self.rows, f"slot {admission.slot} is taken"
             self.rows[admission.slot] = Row(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lm_engine.decoder import Decoder
-from lm_engine.layers.kernels import select_kernels
+from lm_engine.layers.selection import select_kernels
 from lm_engine.model import DecoderConfig
 from lm_engine.model import Kernels as KernelChoice
 from model_families.checkpoint import Checkpoint, checkpoint_error

@@ -228,18 +228,16 @@ class PreprocessPool:
 
     async def _next(self, worker: WorkerProcess) -> _Entry | None:
         """The next job; None when the worker died while idle."""
-        while not self._queue:
+        while not worker.exited.done():
+            if self._queue:
+                return self._queue.popleft()
             wake = asyncio.get_running_loop().create_future()
             self._idle.append(wake)
-            try:
-                await asyncio.wait((wake, worker.exited), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not wake.done():
-                    self._idle.remove(wake)
-            if worker.exited.done():
-                self._wake()  # the wake-up, if it was one, belongs to another slot
-                return None
-        return self._queue.popleft()
+            await asyncio.wait((wake, worker.exited), return_when=asyncio.FIRST_COMPLETED)
+            if not wake.done():
+                self._idle.remove(wake)
+        self._wake()  # the wake-up, if there was one, belongs to another slot
+        return None
 
     def _wake(self) -> None:
         if self._queue and self._idle:

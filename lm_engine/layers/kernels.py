@@ -1,4 +1,4 @@
-"""The seam between a decoder and the code that computes its layers; selection by name.
+"""The seam between a decoder and the code that computes its layers.
 
 Shapes: T tokens, I inputs and O outputs of a linear, N query heads, G KV heads, D head size, P = D/2.
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from contracts.errors import EngineError
 from lm_engine.model import AttentionBackend
-from lm_engine.model import Kernels as KernelChoice
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,3 @@ class Kernels(Protocol):
         already scaled. The results may be views of `qkv_TX`, which is spent.
         """
         ...
-
-
-def select_kernels(choice: KernelChoice, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """ "auto" takes the fastest that supports the device and dtype. Raises EngineError when a named one
-    cannot run."""
-    from lm_engine.layers.reference import ReferenceKernels
-
-    if choice == "native":
-        raise EngineError(f"native kernels do not support {device.type} {dtype}; use kernels = 'reference'")
-    return ReferenceKernels()

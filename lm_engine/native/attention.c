@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256 };
+enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256, IN_PLACE_ROWS = 8 };
 
 struct attention { /* mirrored in library.py; strides count elements */
     const void *q, *k, *v; /* rows of heads * head_size */
@@ -22,16 +22,18 @@ struct attention { /* mirrored in library.py; strides count elements */
 
 struct task {
     int32_t sequence, first_query; /* within the sequence's queries of this step */
+    int32_t group, num_groups;     /* KV heads */
 };
 
-struct tile { /* one task's working memory; a row is one query of one head */
+struct tile { /* one task's working memory; a row is one query of one head, the rows of a group stand together */
     float q[MAX_TILE_ROWS * MAX_HEAD];
     float k[TILE_KEYS * MAX_HEAD];
     float v[TILE_KEYS * MAX_HEAD];   /* panels of 16 columns: [panel][key][16] */
     float out[MAX_TILE_ROWS * MAX_HEAD]; /* [panel][row][16] */
     float scores[MAX_TILE_ROWS * TILE_KEYS];
     float maximum[MAX_TILE_ROWS], total[MAX_TILE_ROWS];
-    int64_t rows, width; /* width: head size rounded up to whole panels */
+    int64_t rows, group_rows, width; /* width: head size rounded up to whole panels */
+    struct task task;
 };
 
 INLINE int64_t queries_per_task(const struct attention *a) { return MAX_TILE_ROWS / (a->heads / a->kv_heads); }
@@ -50,13 +52,21 @@ static void write_token(const void *context, int64_t token) {
     copy_row(a->v, a->dtype, token * a->v_stride, a->values, a->cache_dtype, at, width);
 }
 
-static void load_queries(const struct attention *a, struct tile *tile, int64_t token, int64_t queries,
-                         int64_t group) {
-    const int64_t per_group = a->heads / a->kv_heads;
-    tile->rows = queries * per_group;
-    tile->width = ceil_div(a->head_size, PANEL) * PANEL;
+struct place {
+    int64_t token, head;
+};
+
+/* Which query a row is; `start`: the sequence's first token of the step. */
+INLINE struct place place_of(const struct attention *a, const struct tile *tile, int64_t start, int64_t row) {
+    const int64_t per_group = a->heads / a->kv_heads, within = row % tile->group_rows;
+    return (struct place){start + tile->task.first_query + within / per_group,
+                          (tile->task.group + row / tile->group_rows) * per_group + within % per_group};
+}
+
+static void load_queries(const struct attention *a, struct tile *tile, int64_t start) {
     for (int64_t r = 0; r < tile->rows; r++) {
-        const int64_t at = (token + r / per_group) * a->q_stride + (group * per_group + r % per_group) * a->head_size;
+        const struct place place = place_of(a, tile, start, r);
+        const int64_t at = place.token * a->q_stride + place.head * a->head_size;
         float *row = tile->q + r * tile->width;
         for (int64_t i = 0; i < tile->width; i += 8) {
             if (i + 8 <= a->head_size) {
@@ -72,35 +82,54 @@ static void load_queries(const struct attention *a, struct tile *tile, int64_t t
     memset(tile->out, 0, tile->width * tile->rows * sizeof(float));
 }
 
-/* Keys [first, first + count) of a sequence as float32; rows up to `padded` and columns up to the width are zero. */
-static void load_keys(const struct attention *a, struct tile *tile, int64_t sequence, int64_t group, int64_t first,
-                      int64_t count, int64_t padded) {
-    const int32_t *blocks = a->blocks + sequence * a->blocks_stride;
-    const enum dtype dtype = a->cache_dtype;
-    for (int64_t n = 0; n < padded; n++) {
-        float *k = tile->k + n * tile->width, *v = tile->v + n * PANEL;
-        if (n >= count) {
-            memset(k, 0, tile->width * sizeof(float));
-            for (int64_t i = 0; i < tile->width; i += PANEL) memset(v + i * TILE_KEYS, 0, PANEL * sizeof(float));
-            continue;
-        }
-        const int64_t position = first + n;
-        const int64_t slot = blocks[position / a->block_size] * a->block_size + position % a->block_size;
-        const int64_t at = (slot * a->kv_heads + group) * a->head_size;
-        for (int64_t i = 0; i < tile->width; i += 8) {
-            float *v_target = v + i / PANEL * PANEL * TILE_KEYS + i % PANEL;
-            if (i + 8 <= a->head_size) {
-                *(f32x8 *)(k + i) = load8(a->keys, dtype, at + i);
-                *(f32x8 *)v_target = load8(a->values, dtype, at + i);
-                continue;
-            }
-            for (int64_t j = 0; j < 8; j++) {
-                const int inside = i + j < a->head_size;
-                k[i + j] = inside ? load_one(a->keys, dtype, at + i + j) : 0.0f;
-                v_target[j] = inside ? load_one(a->values, dtype, at + i + j) : 0.0f;
-            }
+/* Where the cache row of one token begins for the task's first KV head, in elements. */
+INLINE int64_t cache_row(const struct attention *a, struct task task, int64_t position) {
+    const uint32_t block_size = (uint32_t)a->block_size, at = (uint32_t)position; /* 64-bit division is slow */
+    const int64_t block = a->blocks[task.sequence * a->blocks_stride + at / block_size];
+    return ((block * a->block_size + at % block_size) * a->kv_heads + task.group) * a->head_size;
+}
+
+/* Asks for a part of the tile's rows, which lie too far apart for the hardware to foresee, while the tile before is
+ * computed: in parts, because the core waits when too many requests are open. */
+static void prefetch_keys(const struct attention *a, struct task task, int64_t first, int64_t keys, int64_t part,
+                          int64_t parts) {
+    const int64_t line = a->cache_dtype == F32 ? 16 : 32, count = max64(0, min64(TILE_KEYS, keys - first));
+    for (int64_t n = count * part / parts; n < count * (part + 1) / parts; n++) {
+        const int64_t row = cache_row(a, task, first + n);
+        for (int64_t i = 0; i < task.num_groups * a->head_size; i += line) {
+            __builtin_prefetch(offset(a->keys, a->cache_dtype, row + i), 0, 2);
+            __builtin_prefetch(offset(a->values, a->cache_dtype, row + i), 0, 2);
         }
     }
+}
+
+/* One token's key or value as float32, `step` floats between the panels of the target; zero beyond the head. */
+INLINE void widen_head(const void *cache, enum dtype dtype, int64_t at, int64_t head_size, float *target,
+                       int64_t step) {
+    int64_t i = 0;
+    for (; i + PANEL <= head_size; i += PANEL, target += step) {
+        ((f32x8 *)target)[0] = load8(cache, dtype, at + i);
+        ((f32x8 *)target)[1] = load8(cache, dtype, at + i + 8);
+    }
+    if (i == head_size) return;
+    for (int64_t j = 0; j < PANEL; j++) target[j] = i + j < head_size ? load_one(cache, dtype, at + i + j) : 0.0f;
+}
+
+INLINE void load_rows(const struct attention *a, enum dtype dtype, struct tile *tile, int64_t first, int64_t count) {
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t at = cache_row(a, tile->task, first + n);
+        widen_head(a->keys, dtype, at, a->head_size, tile->k + n * tile->width, PANEL);
+        widen_head(a->values, dtype, at, a->head_size, tile->v + n * PANEL, PANEL * TILE_KEYS);
+    }
+}
+
+/* Keys [first, first + count) of the task's only group as float32; the rows up to `padded` are zero. */
+static void load_keys(const struct attention *a, struct tile *tile, int64_t first, int64_t count, int64_t padded) {
+    if (a->cache_dtype == F32) load_rows(a, F32, tile, first, count);
+    else load_rows(a, BF16, tile, first, count);
+    memset(tile->k + count * tile->width, 0, (padded - count) * tile->width * sizeof(float));
+    for (int64_t i = 0; i < tile->width; i += PANEL)
+        memset(tile->v + i * TILE_KEYS + count * PANEL, 0, (padded - count) * PANEL * sizeof(float));
 }
 
 typedef float f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
@@ -115,7 +144,15 @@ INLINE f32x4 sum_four(f32x8 a, f32x8 b, f32x8 c, f32x8 d) {
     return (f32x4){sums[0], sums[1], sums[2], sums[3]} + (f32x4){sums[4], sums[5], sums[6], sums[7]};
 }
 
-INLINE void score_rows(int rows, const float *q, const float *k, int64_t width, float *scores) {
+#ifdef __AVX2__
+#define IN_REGISTER(vector) __asm__("" : "+x"(vector))
+#else
+#define IN_REGISTER(vector)
+#endif
+
+/* Scores of four keys, which begin at keys[at[0..3]]. */
+INLINE void score_rows(int rows, const float *q, const void *keys, enum dtype dtype, const int64_t *at, int64_t width,
+                       float *scores) {
     f32x8 sum[3][4];
 #pragma GCC unroll 3
     for (int r = 0; r < rows; r++)
@@ -124,7 +161,8 @@ INLINE void score_rows(int rows, const float *q, const float *k, int64_t width, 
     for (int64_t i = 0; i < width; i += 8) {
 #pragma GCC unroll 4
         for (int n = 0; n < 4; n++) {
-            f32x8 key = *(const f32x8 *)(k + n * width + i);
+            f32x8 key = load8(keys, dtype, at[n] + i);
+            IN_REGISTER(key); /* or gcc loads it again for every row */
 #pragma GCC unroll 3
             for (int r = 0; r < rows; r++) sum[r][n] += key * *(const f32x8 *)(q + r * width + i);
         }
@@ -134,14 +172,16 @@ INLINE void score_rows(int rows, const float *q, const float *k, int64_t width, 
         *(f32x4 *)(scores + r * TILE_KEYS) = sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
 }
 
-static void score(struct tile *tile, int64_t padded) {
+/* Rows [begin, begin + group_rows) with the keys of their group. */
+INLINE void score(struct tile *tile, int64_t begin, const void *keys, enum dtype dtype, const int64_t *at,
+                  int64_t padded) {
+    const int64_t width = tile->width, end = begin + tile->group_rows;
     for (int64_t n = 0; n < padded; n += 4) {
-        const float *k = tile->k + n * tile->width;
-        int64_t r = 0;
-        for (; r + 3 <= tile->rows; r += 3)
-            score_rows(3, tile->q + r * tile->width, k, tile->width, tile->scores + r * TILE_KEYS + n);
-        for (; r < tile->rows; r++)
-            score_rows(1, tile->q + r * tile->width, k, tile->width, tile->scores + r * TILE_KEYS + n);
+        float *scores = tile->scores + n;
+        int64_t r = begin;
+        for (; r + 3 <= end; r += 3)
+            score_rows(3, tile->q + r * width, keys, dtype, at + n, width, scores + r * TILE_KEYS);
+        for (; r < end; r++) score_rows(1, tile->q + r * width, keys, dtype, at + n, width, scores + r * TILE_KEYS);
     }
 }
 
@@ -187,12 +227,46 @@ static void add_values(struct tile *tile, int64_t padded) {
     }
 }
 
-static void store_out(const struct attention *a, const struct tile *tile, int64_t token, int64_t group) {
-    const int64_t per_group = a->heads / a->kv_heads;
+/* Two panels of `rows` rows, values straight from the cache; the same sums in the same order as add_values. */
+INLINE void add_cached_rows(int rows, const float *weights, const void *values, enum dtype dtype, const int64_t *at,
+                            int64_t column, int64_t padded, float *out, int64_t panel_step) {
+    f32x8 sum[3][4];
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) sum[r][c] = *(f32x8 *)(out + c / 2 * panel_step + r * PANEL + c % 2 * 8);
+    for (int64_t n = 0; n < padded; n++) {
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) {
+            f32x8 value = load8(values, dtype, at[n] + column + c * 8);
+#pragma GCC unroll 3
+            for (int r = 0; r < rows; r++) sum[r][c] += weights[r * TILE_KEYS + n] * value;
+        }
+    }
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; c++) *(f32x8 *)(out + c / 2 * panel_step + r * PANEL + c % 2 * 8) = sum[r][c];
+}
+
+INLINE void add_cached_values(struct tile *tile, int64_t begin, const void *values, enum dtype dtype,
+                              const int64_t *at, int64_t padded) {
+    const int64_t end = begin + tile->group_rows, step = PANEL * tile->rows;
+    for (int64_t i = 0; i < tile->width; i += 2 * PANEL) {
+        float *out = tile->out + i * tile->rows;
+        int64_t r = begin;
+        for (; r + 3 <= end; r += 3)
+            add_cached_rows(3, tile->scores + r * TILE_KEYS, values, dtype, at, i, padded, out + r * PANEL, step);
+        for (; r < end; r++)
+            add_cached_rows(1, tile->scores + r * TILE_KEYS, values, dtype, at, i, padded, out + r * PANEL, step);
+    }
+}
+
+static void store_out(const struct attention *a, const struct tile *tile, int64_t start) {
     for (int64_t r = 0; r < tile->rows; r++) {
         const float inverse = 1.0f / tile->total[r];
-        const int64_t head = group * per_group + r % per_group;
-        const int64_t at = ((token + r / per_group) * a->heads + head) * a->head_size;
+        const struct place place = place_of(a, tile, start, r);
+        const int64_t at = (place.token * a->heads + place.head) * a->head_size;
         for (int64_t i = 0; i < a->head_size; i += 8) {
             const float *sum = tile->out + i / PANEL * PANEL * tile->rows + r * PANEL + i % PANEL;
             if (i + 8 <= a->head_size) {
@@ -204,34 +278,85 @@ static void store_out(const struct attention *a, const struct tile *tile, int64_
     }
 }
 
-static void attend_tile(const struct attention *a, struct task task, int64_t group) {
-    struct tile tile;
-    const int64_t start = a->query_starts[task.sequence];
-    const int64_t total = a->query_starts[task.sequence + 1] - start;
-    const int64_t queries = min64(queries_per_task(a), total - task.first_query);
-    const int64_t per_group = a->heads / a->kv_heads;
-    /* keys that the first query sees */
-    const int64_t first_visible = a->lengths[task.sequence] - total + task.first_query + 1;
-    load_queries(a, &tile, start + task.first_query, queries, group);
-    for (int64_t first = 0; first < first_visible + queries - 1; first += TILE_KEYS) {
-        const int64_t count = min64(TILE_KEYS, first_visible + queries - 1 - first), padded = ceil_div(count, 8) * 8;
-        load_keys(a, &tile, task.sequence, group, first, count, padded);
-        score(&tile, padded);
-        for (int64_t r = 0; r < tile.rows; r++)
-            soften(&tile, r, min64(count, first_visible + r / per_group - first), padded);
-        add_values(&tile, padded);
+/* `visible`: keys of this tile that the first query sees. */
+static void soften_all(struct tile *tile, int64_t per_group, int64_t visible, int64_t count, int64_t padded) {
+    for (int64_t r = 0; r < tile->rows; r++)
+        soften(tile, r, min64(count, visible + r % tile->group_rows / per_group), padded);
+}
+
+INLINE int reads_in_place(const struct attention *a, int64_t group_rows) {
+    return group_rows <= IN_PLACE_ROWS && a->head_size % (2 * PANEL) == 0;
+}
+
+/* Few rows (a decode): reading the cache in place is cheaper than a float32 copy of the tile. */
+INLINE void attend_in_place(const struct attention *a, enum dtype dtype, struct tile *tile, int64_t first,
+                            int64_t keys, int64_t visible) {
+    const int64_t count = min64(TILE_KEYS, keys - first), padded = ceil_div(count, 8) * 8;
+    const int64_t groups = tile->task.num_groups, next = first + TILE_KEYS;
+    int64_t at[TILE_KEYS];
+    for (int64_t n = 0; n < padded; n++) /* padding keys are real ones whose weight is zero */
+        at[n] = cache_row(a, tile->task, first + min64(n, count - 1));
+    for (int64_t g = 0; g < groups; g++) {
+        prefetch_keys(a, tile->task, next, keys, g, 2 * groups);
+        score(tile, g * tile->group_rows, offset(a->keys, dtype, g * a->head_size), dtype, at, padded);
     }
-    store_out(a, &tile, start + task.first_query, group);
+    soften_all(tile, a->heads / a->kv_heads, visible, count, padded);
+    for (int64_t g = 0; g < groups; g++) {
+        prefetch_keys(a, tile->task, next, keys, groups + g, 2 * groups);
+        add_cached_values(tile, g * tile->group_rows, offset(a->values, dtype, g * a->head_size), dtype, at, padded);
+    }
+}
+
+static void attend_copy(const struct attention *a, struct tile *tile, int64_t first, int64_t keys, int64_t visible) {
+    const int64_t count = min64(TILE_KEYS, keys - first), padded = ceil_div(count, 8) * 8;
+    int64_t at[TILE_KEYS];
+    for (int64_t n = 0; n < padded; n++) at[n] = n * tile->width;
+    prefetch_keys(a, tile->task, first + TILE_KEYS, keys, 0, 1);
+    load_keys(a, tile, first, count, padded);
+    score(tile, 0, tile->k, F32, at, padded);
+    soften_all(tile, a->heads / a->kv_heads, visible, count, padded);
+    add_values(tile, padded);
+}
+
+static void attend_tile(const struct attention *a, struct task task) {
+    struct tile tile;
+    const int64_t start = a->query_starts[task.sequence], total = a->query_starts[task.sequence + 1] - start;
+    const int64_t queries = min64(queries_per_task(a), total - task.first_query);
+    /* keys that the first query sees, and the last */
+    const int64_t visible = a->lengths[task.sequence] - total + task.first_query + 1, keys = visible + queries - 1;
+    tile.task = task;
+    tile.group_rows = queries * (a->heads / a->kv_heads);
+    tile.rows = tile.group_rows * task.num_groups;
+    tile.width = ceil_div(a->head_size, PANEL) * PANEL;
+    prefetch_keys(a, task, 0, keys, 0, 1);
+    load_queries(a, &tile, start);
+    const int in_place = reads_in_place(a, tile.group_rows);
+    for (int64_t first = 0; first < keys; first += TILE_KEYS) {
+        if (!in_place) attend_copy(a, &tile, first, keys, visible - first);
+        else if (a->cache_dtype == F32) attend_in_place(a, F32, &tile, first, keys, visible - first);
+        else attend_in_place(a, BF16, &tile, first, keys, visible - first);
+    }
+    store_out(a, &tile, start);
+}
+
+/* With sequences enough to occupy the threads, a decode takes all its KV heads at once: they lie side by side, and
+ * memory is read in one stream. */
+INLINE int64_t groups_per_task(const struct attention *a, int64_t queries, int32_t threads) {
+    const int64_t group_rows = queries * (a->heads / a->kv_heads);
+    const int fits = reads_in_place(a, group_rows) && group_rows * a->kv_heads <= MAX_TILE_ROWS;
+    return fits && a->sequences >= 2 * threads ? a->kv_heads : 1;
 }
 
 /* Late queries see most keys: they start first, so that no thread ends alone with a long one. */
-static int64_t list_tasks(const struct attention *a, struct task *tasks) {
+static int64_t list_tasks(const struct attention *a, struct task *tasks, int32_t threads) {
     int64_t count = 0;
     const int64_t step = queries_per_task(a);
     for (int64_t s = 0; s < a->sequences; s++) {
         const int64_t queries = a->query_starts[s + 1] - a->query_starts[s];
+        const int64_t groups = groups_per_task(a, queries, threads);
         for (int64_t tile = ceil_div(queries, step) - 1; tile >= 0; tile--)
-            tasks[count++] = (struct task){s, tile * step};
+            for (int64_t g = 0; g < a->kv_heads; g += groups)
+                tasks[count++] = (struct task){s, tile * step, g, groups};
     }
     return count;
 }
@@ -243,16 +368,16 @@ struct plan {
 
 static void run_planned(const void *context, int64_t i) {
     const struct plan *plan = context;
-    const int64_t groups = plan->attention->kv_heads;
-    attend_tile(plan->attention, plan->tasks[i / groups], i % groups);
+    attend_tile(plan->attention, plan->tasks[i]);
 }
 
 /* Writes k, v at `slots`, then attends. Returns 0, or 1 when out of memory. */
 EXPORT int32_t attend(const struct attention *a, int32_t threads) {
-    struct task *tasks = scratch(SCRATCH_TASKS, (a->tokens / queries_per_task(a) + a->sequences + 1) * sizeof *tasks);
+    const int64_t most_tasks = (a->tokens / queries_per_task(a) + a->sequences) * a->kv_heads;
+    struct task *tasks = scratch(SCRATCH_TASKS, (most_tasks + 1) * sizeof *tasks);
     if (!tasks) return 1;
     const struct plan plan = {a, tasks};
     run_tasks(threads_for(a->tokens * a->kv_heads * a->head_size, threads), a->tokens, write_token, a);
-    run_tasks(threads, list_tasks(a, tasks) * a->kv_heads, run_planned, &plan);
+    run_tasks(threads, list_tasks(a, tasks, threads), run_planned, &plan);
     return 0;
 }

@@ -6,6 +6,7 @@ Shapes: T tokens, N query heads, G KV heads, D head size.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from lm_engine.native.library import MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD, CAtt
 
 
 class NativeAttention:
-    """float32 arithmetic whatever the dtypes. A query's result depends on its own keys alone: chunked
-    or whole, batched or alone, it is the same to the bit."""
+    """float32 arithmetic whatever the dtypes. A query's result depends on its own keys alone: chunked or
+    whole, batched or alone, it is the same to the bit. For one thread at a time, as a model is."""
 
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.attend
+        self._prepared: _Prepared | None = None
 
     def attend(
         self,
@@ -32,46 +34,83 @@ class NativeAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        num_tokens, num_heads, head_dim = q_TND.shape
-        num_kv_heads = k_TGD.shape[1]
-        assert head_dim <= MAX_HEAD_DIM
-        assert num_heads % num_kv_heads == 0
-        assert num_heads // num_kv_heads <= MAX_QUERIES_PER_KV_HEAD
-        assert q_TND.dtype == k_TGD.dtype == v_TGD.dtype
-        keys, values = kv.keys[layer], kv.values[layer]
-        assert keys.shape[2:] == (num_kv_heads, head_dim)
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
-        _check_metadata(metadata, num_tokens)
-        out_TND = torch.empty(num_tokens, num_heads, head_dim, dtype=q_TND.dtype)
-        q_TND, k_TGD, v_TGD = (_rows(x, head_dim) for x in (q_TND, k_TGD, v_TGD))
-        call = CAttention(
-            q_TND.data_ptr(),
-            k_TGD.data_ptr(),
-            v_TGD.data_ptr(),
-            out_TND.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            metadata.query_starts.data_ptr(),
-            metadata.sequence_lengths.data_ptr(),
-            metadata.block_tables.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
-            q_TND.stride(0),
-            k_TGD.stride(0),
-            v_TGD.stride(0),
-            metadata.block_tables.stride(0),
-            num_tokens,
-            metadata.sequence_lengths.shape[0],
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            keys.shape[1],
-            dtype_code(out_TND),
-            dtype_code(keys),
-            head_dim**-0.5,
-        )
-        check(self._attend(ctypes.addressof(call), torch.get_num_threads()))
+        prepared = self._prepared
+        if prepared is None or prepared.metadata is not metadata or prepared.kv is not kv:
+            prepared = self._prepared = _prepare(q_TND, k_TGD, v_TGD, kv, metadata)
+        assert q_TND.shape == prepared.query_shape
+        assert k_TGD.shape == v_TGD.shape == prepared.key_shape
+        assert q_TND.dtype == k_TGD.dtype == v_TGD.dtype == prepared.dtype
+        assert 0 <= layer < kv.keys.shape[0]
+        head_dim = prepared.query_shape[2]
+        q_TND, k_TGD, v_TGD = _rows(q_TND, head_dim), _rows(k_TGD, head_dim), _rows(v_TGD, head_dim)
+        out_TND = torch.empty(prepared.query_shape, dtype=prepared.dtype)
+        call, skip_bytes = prepared.call, layer * prepared.layer_bytes
+        call.q, call.k, call.v = q_TND.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()
+        call.q_stride, call.k_stride, call.v_stride = q_TND.stride(0), k_TGD.stride(0), v_TGD.stride(0)
+        call.out = out_TND.data_ptr()
+        call.keys, call.values = prepared.keys + skip_bytes, prepared.values + skip_bytes
+        check(self._attend(prepared.address, torch.get_num_threads()))
         return out_TND
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What stays the same over the layers of a step. Holds `metadata` and `kv`: `call` points into them."""
+
+    metadata: AttentionMetadata
+    kv: PagedKV
+    query_shape: torch.Size
+    key_shape: torch.Size
+    dtype: torch.dtype
+    keys: int
+    values: int
+    layer_bytes: int
+    call: CAttention
+    address: int
+
+
+def _prepare(
+    q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv: PagedKV, metadata: AttentionMetadata
+) -> _Prepared:
+    num_tokens, num_heads, head_dim = q_TND.shape
+    num_kv_heads = k_TGD.shape[1]
+    assert head_dim <= MAX_HEAD_DIM
+    assert num_heads % num_kv_heads == 0
+    assert num_heads // num_kv_heads <= MAX_QUERIES_PER_KV_HEAD
+    assert kv.keys.shape == kv.values.shape
+    assert kv.keys.dtype == kv.values.dtype
+    assert kv.keys.shape[3:] == (num_kv_heads, head_dim)
+    assert kv.keys.is_contiguous()
+    assert kv.values.is_contiguous()
+    _check_metadata(metadata, num_tokens)
+    call = CAttention(
+        query_starts=metadata.query_starts.data_ptr(),
+        lengths=metadata.sequence_lengths.data_ptr(),
+        blocks=metadata.block_tables.data_ptr(),
+        slots=metadata.slot_mapping.data_ptr(),
+        blocks_stride=metadata.block_tables.stride(0),
+        tokens=num_tokens,
+        sequences=metadata.sequence_lengths.shape[0],
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_size=head_dim,
+        block_size=kv.block_size,
+        dtype=dtype_code(q_TND),
+        cache_dtype=dtype_code(kv.keys),
+        scale=head_dim**-0.5,
+    )
+    return _Prepared(
+        metadata,
+        kv,
+        q_TND.shape,
+        k_TGD.shape,
+        q_TND.dtype,
+        kv.keys.data_ptr(),
+        kv.values.data_ptr(),
+        kv.keys.stride(0) * kv.keys.dtype.itemsize,
+        call,
+        ctypes.addressof(call),
+    )
 
 
 def _rows(x_THD: Tensor, head_dim: int) -> Tensor:

@@ -6,13 +6,13 @@ import ctypes
 import functools
 import sys
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from contracts.errors import EngineError
+from lm_engine.native import Unavailable
 from lm_engine.native.build import BuildError, build, cache_directory
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -71,11 +71,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Unavailable:
-    reason: str
-
-
 def load(path: Path) -> ctypes.CDLL:
     """Raises BuildError when the file is no library that this machine can load."""
     try:
@@ -92,7 +87,7 @@ def load(path: Path) -> ctypes.CDLL:
 def default_library() -> ctypes.CDLL | Unavailable:
     """The library of this machine, built now if need be; the answer holds for the life of the process."""
     if sys.platform != "linux":
-        return Unavailable(f"native kernels need Linux, this is {sys.platform}")
+        return Unavailable(f"they need Linux, this is {sys.platform}")
     try:
         return load(build(cache_directory()))
     except (BuildError, OSError) as error:

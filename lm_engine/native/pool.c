@@ -96,6 +96,7 @@ static void *help(void *argument) {
             idle_since = now_ns();
         }
     }
+    return NULL;
 }
 
 /* The child of a fork has none of the helpers, and no kernel of the parent goes on in it. */

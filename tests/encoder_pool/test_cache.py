@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from contracts.digests import ContentDigest
@@ -163,3 +164,27 @@ def test_integrity_notices_a_lost_reference():
     cache.insert(key(1), expected(1, 2), [A])
     cache._held.clear()
     assert cache.check_integrity() is not None
+
+
+def test_a_fresh_entry_replaces_its_demoted_copy():
+    cache = cache_of(2, host_rows=4)
+    insert_and_release(cache, 1)
+    insert_and_release(cache, 2)  # 1 moves to the host tier
+    insert_and_release(cache, 1)
+    cache.reset()
+    assert acquire(cache, key(1), B) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_host_copies_come_back_equal():
+    cache = EmbeddingCache(CacheConfig(2 * ROW_BYTES, 1 << 20), torch.device("cuda"))
+    for n in (1, 2, 3):
+        cache.insert(key(n), expected(n, 2).cuda(), [A])
+        cache.release(A)
+    assert cache.check_integrity() is None
+    for n in (1, 2, 3):
+        found = acquire(cache, key(n), B)
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), expected(n, 2))
+        cache.release(B)

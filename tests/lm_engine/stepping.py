@@ -43,7 +43,8 @@ class Recorder:
 
     def logits(self, hidden_RH):
         logits_RV = self.inner.logits(hidden_RH)
-        logits_RV[self.poison_rows] = torch.nan
+        if self.poison_rows:
+            logits_RV[self.poison_rows] = torch.nan
         return logits_RV
 
 
@@ -67,7 +68,7 @@ class Host:
         config = decoder.config
         self.model = Recorder(decoder)
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.kv = PagedKV(torch.zeros(shape, dtype=decoder.dtype), torch.zeros(shape, dtype=decoder.dtype))
+        self.kv = PagedKV(*(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in range(2)))
         self.runner = Runner(
             self.model,
             attention or decoder.attention,

@@ -22,17 +22,17 @@ def test_freed_blocks_stay_hittable_and_blank_ones_are_reused_before_them():
     reused = []
     pool.on_reuse = lambda block: (reused.append(block), pool.unmark_cached(block))
     table = pool.allocate(4)
-    pool.mark_cached(1)
-    pool.mark_cached(2)
-    pool.release(table)
+    pool.mark_cached(4)
+    pool.mark_cached(3)
+    pool.release(table)  # tail first: the cached ones are freed before the blank ones
     assert pool.num_free == 4
-    pool.share([1])  # a prefix hit on a free block
+    pool.share([4])  # a prefix hit on a free block
     assert pool.num_free == 3
-    assert pool.check_integrity({1: 1}) is None
-    assert sorted(pool.allocate(2)) == [3, 4]
+    assert pool.check_integrity({4: 1}) is None
+    assert sorted(pool.allocate(2)) == [1, 2]
     assert reused == []
-    assert pool.allocate(1) == [2]
-    assert reused == [2]
+    assert pool.allocate(1) == [3]
+    assert reused == [3]
 
 
 def test_a_shared_block_is_free_only_after_its_last_owner():

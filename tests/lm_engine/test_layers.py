@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from contracts.errors import EngineError
-from lm_engine.layers.kernels import HeadShape, QKNorm, select_kernels
+from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.rope import RotaryEmbedding, position_axes
+from lm_engine.layers.selection import select_kernels
 from lm_engine.model import RopeConfig
 
 CPU = torch.device("cpu")
@@ -113,5 +114,6 @@ def test_attention_scaling_multiplies_cos_and_sin():
 
 def test_selection_by_name():
     assert select_kernels("reference", CPU, torch.float32).name == "reference"
+    assert select_kernels("auto", torch.device("meta"), torch.float32).name == "reference"
     with pytest.raises(EngineError, match="native"):
         select_kernels("native", torch.device("meta"), torch.float32)

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from contracts.errors import EngineError
 from lm_engine.attention.reference import SequenceAttention
+from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
+from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, PagedKV
-from lm_engine.native import native_kernels
+from lm_engine.native import Unavailable, native_kernels
 from lm_engine.native.build import BuildError, build, library_path
 from lm_engine.native.kernels import NativeKernels
-from lm_engine.native.library import Unavailable, load
+from lm_engine.native.library import load
+from tests.lm_engine.random_decoder import RandomSource, tiny_config
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("gcc") is None, reason="the native kernels need Linux and gcc"
@@ -117,7 +121,9 @@ def test_gather_returns_the_rows_that_were_packed(kernels, dtype):
 
 def test_bfloat16_results_are_rounded_to_nearest_even_like_torch(kernels):
     ties = torch.arange(2**15, dtype=torch.int32).mul(2**17).add(2**15).view(torch.float32)
-    x = torch.cat([ties, torch.randn(5000), torch.tensor([math.inf, -math.inf, 0.0, -0.0, 1e-40])])
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    ends = torch.tensor([math.inf, -math.inf, 0.0, -0.0, 1e-40])
+    x = torch.cat([ties, torch.randn(5000), nans, ends])
     linear = kernels.pack_linear(x[:, None].contiguous())
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     expected, actual = x.bfloat16()[None], linear(one)
@@ -272,6 +278,55 @@ def test_attention_is_the_same_chunked_batched_or_alone(kernels, dtype, threads)
     assert torch.equal(run([0, length], random_cache(shape, num_blocks, dtype)), whole)
 
 
+# --- helper threads ---
+
+
+def test_kernels_may_run_in_several_threads_at_once(kernels, threads):
+    """More callers than the helpers take jobs of; every call works on its own tensors."""
+    linears = [kernels.pack_linear(torch.randn(160, 64)) for _ in range(6)]
+    inputs = [torch.randn(rows, 64) for rows in (1, 8, 20, 33, 50, 64)]
+    torch.set_num_threads(1)
+    expected = [linear(x) for linear, x in zip(linears, inputs, strict=True)]
+    torch.set_num_threads(threads)
+
+    def call(index: int) -> bool:
+        answers = [linears[index](inputs[index]) for _ in range(200)]
+        return all(torch.equal(answer, expected[index]) for answer in answers)
+
+    with ThreadPoolExecutor(len(linears)) as pool:
+        assert all(pool.map(call, range(len(linears)), timeout=60))
+
+
+def test_no_task_runs_twice(kernels, threads):
+    x, weight = torch.randn(64, 512), torch.ones(512)
+    for _ in range(300):  # adds in place: a row added twice shows
+        _, total = kernels.add_rms_norm(x.clone(), torch.zeros(64, 512), weight, 1e-6)
+        assert torch.equal(total, x)
+
+
+FORK = """
+import os, sys, torch
+from pathlib import Path
+from lm_engine.native.kernels import NativeKernels
+from lm_engine.native.library import load
+torch.set_num_threads(2)
+linear = NativeKernels(load(Path(sys.argv[1]))).pack_linear(torch.ones(512, 256))
+x = torch.ones(16, 256)
+before = linear(x)
+child = os.fork()
+if child == 0:
+    same = torch.equal(linear(x), before)
+    os._exit(0 if same and len(os.listdir("/proc/self/task")) == 2 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_its_own_helpers(tmp_path, one_thread):
+    library = build(tmp_path, ("-O0",))
+    done = subprocess.run([sys.executable, "-c", FORK, str(library)], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 # --- building and loading ---
 
 
@@ -328,3 +383,40 @@ def test_setup_builds_into_the_users_cache(tmp_path, one_thread):
     assert done.stderr == ""
     assert Path(done.stdout.strip()) == library_path(tmp_path / "omnistage" / "native")
     assert Path(done.stdout.strip()).exists()
+
+
+# --- in a decoder ---
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"num_kv_heads": 1}], ids=str)
+def test_a_decoder_computes_the_same_with_native_kernels(kernels, changes):
+    config, cache_size = tiny_config(**changes), (2, 9, 4, changes.get("num_kv_heads", 2), 8)
+    tables, chunks = [[3, 1, 7], [5], [2, 8]], [(0, 9), (0, 3), (0, 6)]
+    next_chunks = [(9, 1), (3, 1), (6, 2)]
+    logits = []
+    for choice in (ReferenceKernels(), kernels):
+        decoder, kv = Decoder(config, RandomSource(), choice), PagedKV(*torch.zeros(2, *cache_size))
+        for step_chunks in (chunks, next_chunks):
+            metadata = metadata_of(step_chunks, 4, tables)
+            positions = torch.cat([torch.arange(a, a + b) for a, b in step_chunks])
+            hidden = decoder.embed(positions * 5 % 97)
+            hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
+        logits.append(decoder.logits(hidden))
+    assert_near(logits[1], logits[0].double(), 2e-5)
+
+
+def test_selection_takes_native_where_it_runs_and_says_why_it_does_not(one_thread, monkeypatch, caplog):
+    cpu = torch.device("cpu")
+    assert select_kernels("auto", cpu, torch.bfloat16).name == "native"
+    assert select_kernels("native", cpu, torch.float32).name == "native"
+    assert select_kernels("reference", cpu, torch.float32).name == "reference"
+    monkeypatch.setattr(
+        "lm_engine.native.library.default_library", lambda: Unavailable("gcc is not installed")
+    )
+    with caplog.at_level("INFO"):
+        assert select_kernels("auto", cpu, torch.float32).name == "reference"
+    assert [record.message for record in caplog.records] == [
+        "native kernels cannot run: gcc is not installed; the plain ones take their place"
+    ]
+    with pytest.raises(EngineError, match="gcc is not installed"):
+        select_kernels("native", cpu, torch.float32)

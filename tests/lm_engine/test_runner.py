@@ -13,6 +13,7 @@ from lm_engine.attention.reference import SequenceAttention
 from lm_engine.plan import SpanPiece
 from tests.lm_engine.random_decoder import tiny_decoder
 from tests.lm_engine.stepping import TIMEOUT_S, Host, greedy
+from tests.lm_engine.test_sampler import reference_penalise
 
 torch.set_num_threads(1)
 
@@ -196,6 +197,19 @@ def test_min_tokens_forbids_the_end_until_then(decoder):
     own = alone(decoder, prompt(6), 8, greedy(min_tokens=1, stop_token_ids=(free[0],)))
     assert own[0] != free[0]
     assert alone(decoder, prompt(6), 8, greedy(min_tokens=0), stop_token_ids=stops) == free
+
+
+def test_penalties_tell_prompt_from_output(decoder):
+    """Each token is the best of the model's own logits, penalised by hand from the history so far."""
+    sampling = greedy(presence_penalty=1.5, frequency_penalty=0.6, repetition_penalty=1.3)
+    tokens = [*range(0, 97, 2), *range(0, 40, 4)]
+    with Host(decoder) as host:
+        host.admit(2, tokens, sampling=sampling)
+        drawn = host.generate(2, 15)
+        logits_TV = torch.cat(host.model.logits_TV)[len(tokens) - 1 :].numpy()
+    for i, token in enumerate(drawn):
+        assert token == reference_penalise(logits_TV[i], tokens + drawn[:i], len(tokens), sampling).argmax()
+    assert drawn != alone(decoder, tokens, 15)
 
 
 def test_logprobs_come_for_those_who_asked(decoder):

@@ -7,10 +7,11 @@ import pytest
 from contracts.errors import BadRequest, ContextLengthExceeded, TooManyRequests
 from contracts.messages import Generate
 from lm_engine import policies
+from lm_engine.budgets import StepDraft
 from lm_engine.intake import Intake
 from lm_engine.policies import CacheAwareQueue, FairQueue, OrderedQueue, make_queue
 from lm_engine.scheduler import Scheduler
-from lm_engine.sequence import sample_seed
+from lm_engine.sequence import State, sample_seed
 from tests.lm_engine.harness import (
     Client,
     Image,
@@ -215,8 +216,7 @@ def test_visual_budget_leaves_decodes_alone():
         visual = sum(piece.length for piece in step.plan.span_pieces)
         assert visual == 6
         seen += visual
-        text.sequences[0].token_ids.append(9)  # as if its result had come
-        text.sequences[0].num_in_flight -= 1
+        land(text, 9)
     assert seen == 120
 
 
@@ -265,16 +265,14 @@ def test_running_sequences_keep_their_memory_and_the_latest_is_preempted():
     )
     scheduler.plan()
     for _ in range(2):
-        for request in (first, second):
-            request.sequences[0].token_ids.append(9)
-            request.sequences[0].num_in_flight -= 1
+        land(first, 9)
+        land(second, 9)
         step, _ = scheduler.plan()
     assert scheduler.counters.preemptions == 1
     assert step.plan.released_slots == (1,)
     assert len(step.plan.sequences) == 1
     assert second.sequences[0].slot == -1
     assert first.sequences[0].slot >= 0
-    assert step.plan.admissions == ()  # nobody is admitted in a step that preempted
     assert scheduler.check_integrity() is None
 
 
@@ -322,6 +320,73 @@ def test_samples_fork_from_the_first_finished_prefill():
         assert seq.block_ids[2] != leader.block_ids[2]
         assert (leader.block_ids[2], seq.block_ids[2]) in step.plan.block_copies
     assert scheduler.check_integrity() is None
+
+
+def land(request, *tokens: int) -> None:
+    """As if the step's results had come: one token for each sample that waits for one."""
+    for seq, token in zip([s for s in request.sequences if s.num_in_flight], tokens, strict=True):
+        seq.token_ids.append(token)
+        seq.num_in_flight -= 1
+
+
+def preempt(scheduler: Scheduler, *victims) -> None:
+    for seq in victims:
+        scheduler._preempt(seq, StepDraft(0, 0))
+
+
+def test_a_copy_is_never_copied_in_the_same_step():
+    scheduler, (request,) = scheduler_of(prompt_of([1, 2, 3, 4, 5, 6]), sampling=drawn(n=3))
+    scheduler.plan()
+    land(request, 9)
+    scheduler.plan()
+    land(request, 9, 9, 9)
+    first, second, third = request.sequences
+    preempt(scheduler, first, second)
+    step, _ = scheduler.plan()
+    assert [source for source, _ in step.plan.block_copies] == [third.block_ids[1]] * 2
+    assert {target for _, target in step.plan.block_copies} == {first.block_ids[1], second.block_ids[1]}
+
+
+def test_a_sample_does_not_fork_from_a_prefill_of_the_same_step():
+    scheduler, (request,) = scheduler_of(
+        prompt_of([1, 2, 3, 4, 5, 6]), sampling=drawn(n=2), prefix_cache=False
+    )
+    scheduler.plan()
+    land(request, 9)
+    scheduler.plan()
+    land(request, 9, 9)
+    preempt(scheduler, *request.sequences)
+    step, _ = scheduler.plan()
+    assert step.plan.block_copies == ()
+    assert chunks(step) == [(0, 8), (0, 7)]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted():
+    config = config_of(num_blocks=6, max_sequences=2, policy="priority")
+    scheduler = Scheduler(config)
+    intake = Intake(config, mrope, Clock())
+
+    def arrive(name, prompt, priority):
+        sampling = greedy(max_tokens=12, ignore_eos=True)
+        message = Generate(request_id=name, prompt=prompt, sampling=sampling, priority=priority)
+        request = intake.make_request(message)
+        scheduler.add(request)
+        return request
+
+    old, large = arrive("old", prompt_of([1] * 7), 0), arrive("large", prompt_of([2] * 11), 5)
+    scheduler.plan()
+    small = arrive("small", prompt_of([3]), 1)
+    for _ in range(2):
+        land(old, 9)
+        land(large, 9)
+        step, _ = scheduler.plan()
+    assert large.sequences[0].state is State.WAITING
+    assert len(step.plan.sequences) == 1
+    assert step.plan.admissions == ()
+    land(old, 9)
+    step, _ = scheduler.plan()
+    assert len(step.plan.admissions) == 1
+    assert small.num_running == 1
 
 
 def test_sample_seeds_are_fixed_and_spread():

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from contracts.errors import EngineError
 from lm_engine.attention.reference import SequenceAttention
+from lm_engine.native import native_kernels
+from lm_engine.native.library import Unavailable
 from lm_engine.plan import SpanPiece
 from tests.lm_engine.stepping import Host
 from tests.model_families.text_models import (
@@ -103,6 +105,21 @@ def test_greedy_continuation_is_the_references(tiny):
     for _ in range(24):
         tokens.append(int(expected_logits(tiny, tokens)[-1].argmax()))
     assert ours == tokens[11:]
+
+
+@every(FAMILIES)
+def test_native_kernels_give_the_same_logits(tiny):
+    kernels = native_kernels(torch.device("cpu"), torch.float32)
+    if isinstance(kernels, Unavailable):
+        pytest.skip(kernels.reason)
+    with Host(load_tiny(tiny.family, tiny.folder, kernels="native")) as host:
+        assert host.model.attention.name == "native"
+        host.admit(1, prompt(30))
+        host.admit(4, prompt(7, seed=1))
+        chunks = [host.step_logits((1, 21))[0], host.step_logits((4, 7), (1, 9))[1]]
+        decoded = [host.step_logits((1, 1), (4, 1))[0] for _ in range(3)]
+        tokens = host.runner.table.token_ids[1, :33].tolist()
+    assert_close(torch.cat(chunks + decoded), expected_logits(tiny, tokens))
 
 
 def visual_prompt(levels):

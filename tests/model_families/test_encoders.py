@@ -18,7 +18,12 @@ from encoder_pool.model import EncoderInput
 from model_families.qwen2_5_vl import encoder as qwen2_5_vl
 from model_families.qwen2_vl import encoder as qwen2_vl
 from model_families.qwen3_vl import encoder as qwen3_vl
-from model_families.vision.attention import GroupedAttention, MaskedAttention
+from model_families.vision.attention import (
+    GroupedAttention,
+    MaskedAttention,
+    VarlenAttention,
+    select_attention,
+)
 from model_families.vision.packing import Segments, pack_grids, window_order
 from model_families.vision.patchify import Patchifier
 from tests.tiny_models import VISION_FAMILIES, build_tiny, reference_model
@@ -221,3 +226,30 @@ def test_frames_of_a_video_are_segments_of_their_own():
     order, lengths = window_order(grid, 1)
     assert order.tolist() == list(range(7))
     assert lengths.tolist() == [4] * 7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_the_varlen_kernel_equals_the_grouped_path(head_dim):
+    device = torch.device("cuda")
+    lengths = [64] * 5 + [16, 1024, 16, 333]
+    q, k, v = torch.randn(3, sum(lengths), 4, head_dim, device=device, dtype=torch.bfloat16)
+    segments = Segments(np.array(lengths), device)
+    assert isinstance(select_attention(device, q.dtype, head_dim), VarlenAttention)
+    fast = VarlenAttention().attend(q, k, v, segments)
+    plain = GroupedAttention().attend(q.float(), k.float(), v.float(), segments)
+    torch.testing.assert_close(fast.float(), plain, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_tower_on_cuda_equals_the_cpu(family, folder):
+    inputs = items(spec_of(folder))
+    device = torch.device("cuda")
+    exact = torch.cat(load(family, folder).encode(inputs))
+    encoder = MODULES[family].load_encoder(folder, spec_of(folder), device, torch.float32)
+    torch.testing.assert_close(torch.cat(encoder.encode(inputs)).cpu(), exact, atol=1e-3, rtol=1e-3)
+    half = MODULES[family].load_encoder(folder, spec_of(folder), device, torch.bfloat16)
+    error = (torch.cat(half.encode(inputs)).cpu().float() - exact).norm() / exact.norm()
+    assert error < 0.05

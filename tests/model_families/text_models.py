@@ -22,7 +22,7 @@ import model_families.qwen3.weights
 import model_families.qwen3_vl.decoder
 import model_families.qwen3_vl.weights
 from lm_engine.decoder import Decoder
-from lm_engine.model import DecoderConfig
+from lm_engine.model import DecoderConfig, Kernels
 from model_families.checkpoint import Checkpoint, read_config
 from model_families.decoder_weights import load_decoder
 from model_families.text_config import CheckpointConfig
@@ -111,7 +111,9 @@ def config_of(family: str, folder: Path) -> DecoderConfig:
     return module.decoder_config(read_config(folder, kind))
 
 
-def load_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_tiny(
+    family: str, folder: Path, dtype: torch.dtype = torch.float32, kernels: Kernels = "reference"
+) -> Decoder:
     text_name = getattr(model_families, family).weights.text_name
     with Checkpoint(folder) as checkpoint:
         return load_decoder(
@@ -120,7 +122,7 @@ def load_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
             text_name,
             device=torch.device("cpu"),
             dtype=dtype,
-            kernels="reference",
+            kernels=kernels,
         )
 
 

@@ -156,6 +156,20 @@ def test_kill_9_from_outside_idle_and_stopped_workers() -> None:
     run(scenario)
 
 
+def test_a_wake_up_that_meets_a_dying_worker_goes_to_the_next_one() -> None:
+    async def scenario() -> None:
+        async with running(num_workers=2) as pool:
+            object.__setattr__(pool.config, "worker_module", "tests.preprocess.no_such_module")
+            dying = pool._workers[0]
+            os.kill(dying.pid, signal.SIGKILL)
+            select.select([dying._pidfd], [], [], 10)
+            dying._reap()  # its slot learns of it in the very turn in which the job wakes it
+            await assert_works(pool)
+            await until(lambda: pool._slots[0].done())
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("order", [b"hang\n", b"hang holding memory\n" + GOOD])
 def test_a_job_over_its_time_limit_fails_alone(order: bytes) -> None:
     async def scenario() -> None:

@@ -1,0 +1,44 @@
+# Needs git, make, gcc and Python 3.11 or newer; everything else goes into .venv, .models and .downloads.
+
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+BIN := .venv/bin
+MODEL := .models/omnistage-default
+PYTEST_ARGS ?=
+
+.PHONY: setup demo test check bench clean
+
+setup: .venv/.packages $(MODEL)/config.json
+	@if [ -f lm_engine/native/build.py ]; then $(BIN)/python -m lm_engine.native.build; fi
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: setup
+	$(BIN)/python examples/bench.py
+
+check: .venv/.packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "omnistage needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.packages: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint constraints.txt --editable '.[dev,model]'
+	@touch $@
+
+$(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages
+	$(BIN)/python -m model_families.default_model.build $(MODEL)
+
+clean:
+	rm -rf .venv .models build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
