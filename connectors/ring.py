@@ -9,7 +9,7 @@
 Nothing is locked, so a process may be killed at any instruction. An entry or chunk is written first and the
 word that counts it last, so what a dead process left half-written was never visible. The words are aligned
 and 8 bytes long: one store instruction on x86-64 and aarch64. x86-64 keeps stores, and loads, in order; where
-the hardware does not, `_Fence` does. A bell is rung after every publication and words are read again after it
+the hardware does not, a fence does. A bell is rung after every publication and words are read again after it
 is heard, so no wake-up is lost.
 
 Counting words carry the edge's epoch. A reset by the parent starts the next epoch: words of an earlier one
@@ -46,19 +46,20 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class Word(enum.IntEnum):
-    """Index of the word's cache line."""
+    """Index among 64-bit words, a cache line apart."""
 
     EPOCH = 0  # parent
-    SENDER_DEAD = 1  # parent: the epoch in which it was told so; likewise below
-    RECEIVER_DEAD = 2  # parent
-    SENDER_ATTACHED = 3  # sender
-    SENDER_CLOSED = 4  # sender
-    SENT = 5  # sender: count of message entries
-    RECEIVER_ATTACHED = 6  # receiver
-    RECEIVER_CLOSED = 7  # receiver
-    RETURNED = 8  # receiver (the parent, when there is none): count of return entries
+    SENDER_DEAD = 8  # parent: the epoch in which it was told so; likewise below
+    RECEIVER_DEAD = 16  # parent
+    SENDER_ATTACHED = 24  # sender
+    SENDER_CLOSED = 32  # sender
+    SENT = 40  # sender: count of message entries
+    RECEIVER_ATTACHED = 48  # receiver
+    RECEIVER_CLOSED = 56  # receiver
+    RETURNED = 64  # receiver (the parent, when there is none): count of return entries
 
 
+WORDS_BYTES = len(Word) * ALIGNMENT
 _ATTACHED = {"sender": Word.SENDER_ATTACHED, "receiver": Word.RECEIVER_ATTACHED}
 _CLOSED = {"sender": Word.SENDER_CLOSED, "receiver": Word.RECEIVER_CLOSED}
 _DEAD = {"sender": Word.SENDER_DEAD, "receiver": Word.RECEIVER_DEAD}
@@ -76,7 +77,7 @@ class ShmDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def messages_offset(self) -> int:
-        return len(Word) * ALIGNMENT
+        return WORDS_BYTES
 
     @property
     def returns_offset(self) -> int:
@@ -95,18 +96,6 @@ class ShmDescription(msgspec.Struct, frozen=True, kw_only=True):
         return self.pool_offset + self.pool_bytes
 
 
-class _Fence:
-    """A full memory barrier from a lock of our own: a release, then an acquire, which nothing passes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def __call__(self) -> None:
-        self._lock.release()
-        self._lock.acquire()
-
-
 class Ring:
     """An edge's memory in this process."""
 
@@ -114,9 +103,14 @@ class Ring:
         self.description = description
         self.memory = Memory(memoryview(mmap.mmap(description.memory_fd, description.total_bytes)))
         self._words = self.memory.pages.cast("Q")
-        self._fence = _Fence()
+        self._fence_lock = threading.Lock()
+        self._fence_lock.acquire()
         self._messages = description.messages_offset // WORD
+        self._num_messages = MESSAGES_PER_CHUNK * description.max_chunks
         self._returns = description.returns_offset // WORD
+        self._num_returns = description.max_chunks
+        self._slots = description.slots_offset
+        self._pool = description.pool_offset
 
     # --- words ----------------------------------------------------------------------------------------------
 
@@ -163,42 +157,47 @@ class Ring:
     # --- entries and preambles: plain reads and writes, ordered by the words that count them ----------------
 
     def message(self, index: int) -> int:
-        return self._words[self._messages + index % (MESSAGES_PER_CHUNK * self.description.max_chunks)]
+        return self._words[self._messages + index % self._num_messages]
 
     def put_message(self, index: int, entry: int) -> None:
-        place = self._messages + index % (MESSAGES_PER_CHUNK * self.description.max_chunks)
-        self._words[place] = entry
+        self._words[self._messages + index % self._num_messages] = entry
 
     def returned_slot(self, index: int) -> int:
-        return self._words[self._returns + index % self.description.max_chunks]
+        return self._words[self._returns + index % self._num_returns]
 
     def put_return(self, index: int, slot: int) -> None:
-        self._words[self._returns + index % self.description.max_chunks] = slot
+        self._words[self._returns + index % self._num_returns] = slot
 
     def body_offset(self, slot: int, span: int | None) -> int:
         """Where a chunk lies: in the pool at `span`, or behind its slot's preamble."""
         if span is not None:
-            return self.description.pool_offset + span
-        return self.description.slots_offset + slot * SLOT_BYTES + ALIGNMENT
+            return self._pool + span
+        return self._slots + slot * SLOT_BYTES + ALIGNMENT
 
     def put_preamble(self, slot: int, body_offset: int, header_nbytes: int, sent_ns: int) -> None:
-        place = (self.description.slots_offset + slot * SLOT_BYTES) // WORD
+        place = (self._slots + slot * SLOT_BYTES) // WORD
         words = self._words
         words[place], words[place + 1], words[place + 2] = body_offset, header_nbytes, sent_ns
 
     def preamble(self, slot: int) -> tuple[int, int, int]:
         """(body offset, header bytes, monotonic ns of sending)"""
-        place = (self.description.slots_offset + slot * SLOT_BYTES) // WORD
-        return self._words[place], self._words[place + 1], self._words[place + 2]
+        place = (self._slots + slot * SLOT_BYTES) // WORD
+        words = self._words
+        return words[place], words[place + 1], words[place + 2]
 
     def _load(self, word: Word) -> int:
-        value = self._words[word * (ALIGNMENT // WORD)]
+        value = self._words[word]
         self._fence()
         return value
 
     def _store(self, word: Word, value: int) -> None:
         self._fence()
-        self._words[word * (ALIGNMENT // WORD)] = value
+        self._words[word] = value
+
+    def _fence(self) -> None:
+        """A full memory barrier: a release and then an acquire of a lock of our own, which nothing passes."""
+        self._fence_lock.release()
+        self._fence_lock.acquire()
 
 
 class Bell:
@@ -208,9 +207,28 @@ class Bell:
     def __init__(self, own_fd: int, peer_fd: int) -> None:
         self._own_fd, self._peer_fd = os.dup(own_fd), os.dup(peer_fd)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._round_rung = False  # rung in this round of the loop
+        self._round_owes = False  # and had reason to ring since
 
     def ring(self) -> None:
         os.eventfd_write(self._peer_fd, 1)
+
+    def ring_soon(self) -> None:
+        """Rings at most twice a round of the loop, however often it is called: now, and at its end."""
+        if self._round_rung:
+            self._round_owes = True
+            return
+        self.ring()
+        if self._loop is not None:
+            self._round_rung = True
+            self._loop.call_soon(self._end_round)
+
+    def _end_round(self) -> None:
+        self._round_rung = False
+        if self._round_owes and not self._closed:
+            self._round_owes = False
+            self.ring()
 
     def watch(self, heard: Callable[[], None]) -> None:
         """Calls `heard` on the running loop whenever the peer rings. Idempotent; one loop at a time."""
@@ -230,6 +248,7 @@ class Bell:
         self._loop = None
 
     def close(self) -> None:
+        self._closed = True
         self.unwatch()
         os.close(self._own_fd)
         os.close(self._peer_fd)

@@ -162,4 +162,4 @@ class ShmReceiver:
         self._ring.put_return(self._num_returned, slot)
         self._num_returned += 1
         self._ring.publish(Word.RETURNED, self._epoch, self._num_returned)
-        self._bell.ring()
+        self._bell.ring_soon()

@@ -13,12 +13,13 @@ from contracts.chunks import Chunk, ChunkHeader, TensorHeader
 
 ALIGNMENT = 64
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ChunkHeader)
 
 
 def align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,12 @@ class Memory:
 
 
 def pack(chunk: Chunk) -> Packed:
-    headers, size = [], 0
+    headers, nbytes, size = [], 0, 0
     for name, tensor in chunk.tensors.items():
         assert tensor.layout is torch.strided, f"{name}: only strided tensors cross an edge"
         assert not tensor.is_quantized, f"{name}: only plain tensors cross an edge"
-        headers.append(TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        headers.append(TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+        nbytes += tensor.nbytes
         size += align(tensor.nbytes)
     header = _encoder.encode(
         ChunkHeader(
@@ -71,7 +73,7 @@ def pack(chunk: Chunk) -> Packed:
             meta=chunk.meta,
         )
     )
-    return Packed(header, tuple(chunk.tensors.values()), chunk.nbytes, align(len(header)) + size)
+    return Packed(header, tuple(chunk.tensors.values()), nbytes, align(len(header)) + size)
 
 
 def write(memory: Memory, offset: int, packed: Packed) -> None:
@@ -116,7 +118,5 @@ def read(memory: Memory, offset: int, header_nbytes: int) -> Chunk:
 def _view(
     memory: Memory, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
     assert offset + nbytes <= len(memory.pages), f"{nbytes} bytes at {offset} of {len(memory.pages)}"
     return memory.data[offset : offset + nbytes].view(dtype).view(shape)

@@ -104,6 +104,17 @@ def test_cancel_frees_credits_and_spares_other_requests(pair: Factory) -> None:
     run(main())
 
 
+def test_a_receiver_cancel_does_not_break_the_senders_stream(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(2)
+        await sender.send(chunk("a", 0))
+        receiver.cancel("a")
+        await sender.send(chunk("a", 1))  # it has not heard of the end yet
+        assert (await receiver.receive()).seq == 1
+
+    run(main())
+
+
 def test_sender_cancel_ends_a_waiting_send_and_drops_later_ones(pair: Factory) -> None:
     async def main() -> None:
         sender, receiver = pair(1)
