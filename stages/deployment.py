@@ -110,8 +110,9 @@ class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     target: str
-    connector: Literal["auto", "inproc"] = "auto"
+    connector: Literal["auto", "inproc", "shm"] = "auto"  # auto: inproc inside a process, shm between two
     capacity: int = 64  # credits: chunks under way
+    capacity_bytes: int | str = "64MiB"  # of the shared ring
 
 
 class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -285,8 +286,8 @@ def _validate_workers(deployment: Deployment, pipeline: Pipeline) -> None:
             if stage in placed:
                 raise DeploymentError(f"worker {worker.name!r}: stage {stage!r} is also in {placed[stage]!r}")
             placed[stage] = worker.name
-    if len(deployment.workers) > 1:
-        raise DeploymentError("worker: this version runs every stage in one worker")
+    if deployment.workers and (missing := sorted(names - set(placed))):
+        raise DeploymentError(f"worker: stage {missing[0]!r} is in no worker")
 
 
 def _positive(where: str, config: Config, fields: tuple[str, ...]) -> None:

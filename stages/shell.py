@@ -96,6 +96,7 @@ class StageShell:
         self._receivers = receivers
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
+        self.step_started_s: float | None = None  # monotonic; read by the worker's heartbeat from its thread
         self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
 
     async def run(self) -> None:
@@ -184,12 +185,14 @@ class StageShell:
                 self._report_stats(force=True)
                 await self._wake.wait()
                 self._wake.clear()
+            self.step_started_s = time.monotonic()
             batch = await self._logic.step()
             if batch.messages:
                 self._emit(batch.messages)
             for target, chunk in batch.chunks:
                 await self._send(target, chunk)
                 self._logic.sent(chunk)
+            self.step_started_s = None
             self._report_stats(force=False)
             await asyncio.sleep(0)  # lets the pumps run between steps
 
