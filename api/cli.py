@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,11 +123,12 @@ def _fail(message: object) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
+    from stages.deployment import DeploymentError
     from stages.launch import plan_text
 
     try:
         print(plan_text(options_of(parsed)))
-    except (OmnistageError, ValueError) as error:  # ValueError: DeploymentError, PipelineError
+    except (OmnistageError, DeploymentError) as error:
         return _fail(error)
     return 0
 
@@ -136,7 +137,12 @@ def _serve(parsed: argparse.Namespace) -> int:
     import logging
     import os
 
-    from api.settings import ApiSettings
+    # Before torch loads: its idle OpenMP threads would spin on cores that the native kernels and the front
+    # process need (6 ms of a core after every parallel operation).
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+    from api.settings import ApiSettings, SettingsError
+    from stages.deployment import DeploymentError
     from stages.launch import serve_service
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -145,21 +151,33 @@ def _serve(parsed: argparse.Namespace) -> int:
         settings = ApiSettings.from_environment(os.environ, api_key=options.api_key)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(serve_service(options), options, settings))
-    except (OmnistageError, OSError, ValueError) as error:
+    except (OmnistageError, DeploymentError, SettingsError, OSError) as error:
         return _fail(error)
-    except KeyboardInterrupt:  # uvicorn has drained and closed; it hands the signal on
-        return 130
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return _fail("stopped while loading")
     return 0
 
 
 async def serve(
     starting: AbstractAsyncContextManager[Service], options: ServeOptions, settings: ApiSettings
 ) -> None:
-    """Binds, loads, serves until a signal. Raises OSError at once when the address is taken."""
+    """Binds, loads, serves until SIGINT or SIGTERM, then stops the stages. Raises OSError at once when the
+    address is taken, CancelledError when a signal ends the loading."""
     from api.app import create_app
     from api.server import ApiServer, bind
 
+    loading = asyncio.current_task()
+    server: ApiServer | None = None
+
+    def stop() -> None:
+        assert loading is not None
+        if server is None:
+            loading.cancel()
+        else:
+            server.stop()
+
     listener = bind(options.host, options.port)
+    _on_signals(stop)
     try:
         async with starting as service:
             server = ApiServer(create_app(service, settings), settings)
@@ -168,6 +186,15 @@ async def serve(
             await server.serve(sockets=[listener])
     finally:
         listener.close()
+
+
+def _on_signals(stop: Callable[[], None]) -> None:
+    if sys.platform == "win32":
+        return  # Ctrl-C still arrives, as KeyboardInterrupt
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

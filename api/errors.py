@@ -10,19 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from contracts.errors import BadRequest, EngineError, NotFound, OmnistageError
-
-
-class PayloadTooLarge(BadRequest):
-    """The request body is over OMNISTAGE_MAX_BODY_BYTES."""
-
-    status = 413
-    default_code = "request_too_large"
-
-
-class MethodNotAllowed(BadRequest):
-    status = 405
-    default_code = "method_not_allowed"
+from contracts.errors import BadRequest, EngineError, MethodNotAllowed, NotFound, OmnistageError
 
 
 class ErrorFields(msgspec.Struct, frozen=True):

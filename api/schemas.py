@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from api.errors import PayloadTooLarge
-from contracts.errors import BadRequest
+from contracts.errors import BadRequest, PayloadTooLarge
 
 ABSENT = msgspec.Raw()
 

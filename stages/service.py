@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from contracts.conversation import Conversation
 from contracts.messages import IntegrityReport, SampleDelta
 from contracts.params import SamplingParams
-from model_families.text import ChatTokenizer
+
+if TYPE_CHECKING:
+    from model_families.text import ChatTokenizer
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lm_engine.model import AttentionBackend
@@ -53,6 +54,10 @@ class Kernels(Protocol):
 
     name: str
     attention: AttentionBackend
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """What the residual stream and everything between the layers is kept in."""
+        ...
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False

@@ -31,6 +31,9 @@ class ReferenceKernels:
     def __init__(self) -> None:
         self.attention: AttentionBackend = BatchedAttention()
 
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return weight_dtype
+
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> ReferenceLinear:

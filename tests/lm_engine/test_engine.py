@@ -1,6 +1,7 @@
 """The engine's loops: whatever the schedule, each sample gets exactly the reference's tokens."""
 
 import asyncio
+import dataclasses
 import gc
 import threading
 import weakref
@@ -597,6 +598,29 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(overlap, thread
     client.run()
     client.check("again")
     assert again.num_cached == 0  # nothing that the failed step wrote is trusted
+    client.engine.close()
+
+
+@BOTH_LOOPS
+def test_values_that_are_not_finite_fail_their_request_alone(overlap, monkeypatch):  # API-12
+    client = Client(config_of(overlap=overlap, max_sequences=2))
+    compute = client.runner._run
+
+    def run(plan):
+        result = compute(plan)
+        bad = tuple(s.slot for s in result.sampled if plan.step_id == 3)[:1]
+        return dataclasses.replace(result, failed_slots=bad)
+
+    monkeypatch.setattr(client.runner, "_run", run)
+    for i in range(3):
+        client.add(f"r{i}", prompt_of([i + 1] * 9), drawn(i))
+    client.run()
+    failed = [name for name, answer in client.answers.items() if answer.error is not None]
+    assert failed == ["r0"]
+    assert "not finite" in client.answers["r0"].error.error.message
+    client.check("r1", "r2")
+    assert client.engine.is_idle()
+    assert client.engine.check_integrity() is None
     client.engine.close()
 
 

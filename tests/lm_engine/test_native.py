@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,9 @@ def test_gather_returns_the_rows_that_were_packed(kernels, dtype):
 
 def test_bfloat16_results_are_rounded_to_nearest_even_like_torch(kernels):
     ties = torch.arange(2**15, dtype=torch.int32).mul(2**17).add(2**15).view(torch.float32)
-    x = torch.cat([ties, torch.randn(5000), torch.tensor([math.inf, -math.inf, 0.0, -0.0, 1e-40])])
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    ends = torch.tensor([math.inf, -math.inf, 0.0, -0.0, 1e-40])
+    x = torch.cat([ties, torch.randn(5000), nans, ends])
     linear = kernels.pack_linear(x[:, None].contiguous())
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     expected, actual = x.bfloat16()[None], linear(one)
@@ -275,6 +278,55 @@ def test_attention_is_the_same_chunked_batched_or_alone(kernels, dtype, threads)
     assert torch.equal(run([0, length], random_cache(shape, num_blocks, dtype)), whole)
 
 
+# --- helper threads ---
+
+
+def test_kernels_may_run_in_several_threads_at_once(kernels, threads):
+    """More callers than the helpers take jobs of; every call works on its own tensors."""
+    linears = [kernels.pack_linear(torch.randn(160, 64)) for _ in range(6)]
+    inputs = [torch.randn(rows, 64) for rows in (1, 8, 20, 33, 50, 64)]
+    torch.set_num_threads(1)
+    expected = [linear(x) for linear, x in zip(linears, inputs, strict=True)]
+    torch.set_num_threads(threads)
+
+    def call(index: int) -> bool:
+        answers = [linears[index](inputs[index]) for _ in range(200)]
+        return all(torch.equal(answer, expected[index]) for answer in answers)
+
+    with ThreadPoolExecutor(len(linears)) as pool:
+        assert all(pool.map(call, range(len(linears)), timeout=60))
+
+
+def test_no_task_runs_twice(kernels, threads):
+    x, weight = torch.randn(64, 512), torch.ones(512)
+    for _ in range(300):  # adds in place: a row added twice shows
+        _, total = kernels.add_rms_norm(x.clone(), torch.zeros(64, 512), weight, 1e-6)
+        assert torch.equal(total, x)
+
+
+FORK = """
+import os, sys, torch
+from pathlib import Path
+from lm_engine.native.kernels import NativeKernels
+from lm_engine.native.library import load
+torch.set_num_threads(2)
+linear = NativeKernels(load(Path(sys.argv[1]))).pack_linear(torch.ones(512, 256))
+x = torch.ones(16, 256)
+before = linear(x)
+child = os.fork()
+if child == 0:
+    same = torch.equal(linear(x), before)
+    os._exit(0 if same and len(os.listdir("/proc/self/task")) == 2 else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_its_own_helpers(tmp_path, one_thread):
+    library = build(tmp_path, ("-O0",))
+    done = subprocess.run([sys.executable, "-c", FORK, str(library)], timeout=60, check=False)
+    assert done.returncode == 0
+
+
 # --- building and loading ---
 
 
@@ -363,8 +415,6 @@ def test_selection_takes_native_where_it_runs_and_says_why_it_does_not(one_threa
     )
     with caplog.at_level("INFO"):
         assert select_kernels("auto", cpu, torch.float32).name == "reference"
-    assert [record.message for record in caplog.records] == [
-        "native kernels cannot run: gcc is not installed; the plain ones take their place"
-    ]
+    assert [record.message for record in caplog.records] == ["plain kernels: gcc is not installed"]
     with pytest.raises(EngineError, match="gcc is not installed"):
         select_kernels("native", cpu, torch.float32)

@@ -125,6 +125,8 @@ def test_padding_inside_a_large_payload_is_refused() -> None:
     for cut in (_SLICE_CHARS // 2, _SLICE_CHARS + 22):
         with pytest.raises(MediaError, match="not valid base64"):
             decode_data_url(url[:cut] + "=" + url[cut:], 10 * _SLICE_CHARS)
+    with pytest.raises(MediaError, match="not valid base64"):  # padding that ends a slice, then more
+        decode_data_url("data:;base64," + "A" * (_SLICE_CHARS - 2) + "==" + "BBBB", 10 * _SLICE_CHARS)
 
 
 def test_no_message_holds_any_of_the_payload() -> None:

@@ -216,10 +216,13 @@ def test_when_every_caller_leaves_the_shared_job_ends() -> None:
             os.kill(pid, signal.SIGSTOP)
             tasks = [asyncio.create_task(service.resolve(source(PNG), TINY)) for _ in range(3)]
             await until(lambda: service.counters.shared_jobs_total == 2)
+            (flight,) = service._flights.values()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
             assert not service._flights
+            await asyncio.wait({flight.task}, timeout=5)
+            assert flight.task.cancelled()
             await until(lambda: service.pool.worker_pids() not in ([], [pid]))
             (await service.resolve(source(PNG), TINY)).release()
             assert service.pool.arena.allocated_bytes == 0

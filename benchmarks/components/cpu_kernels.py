@@ -1,4 +1,4 @@
-"""Times the CPU kernels over the shapes of a 135M Llama: `python -m benchmarks.cpu_kernels`.
+"""Times the CPU kernels over the shapes of a 135M Llama: `python -m benchmarks.components.cpu_kernels`.
 
 Weights are random. Every figure is the best of several runs, the rivals taking turns: on a shared machine the
 best run is the one that was disturbed least.
@@ -30,6 +30,7 @@ LAYER_SHAPES = (
 )
 BLOCK_SIZE = 16
 EPS = 1e-5
+SETTLE_S = 0.02  # OpenMP threads of the rival before spin on after their last operation
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def best_times_s(runs: list[Callable[[], None]], budget_s: float) -> list[float]
     rounds, deadline = 0, time.perf_counter() + budget_s
     while rounds < 3 or time.perf_counter() < deadline:
         for index, run in enumerate(runs):
+            time.sleep(SETTLE_S)
             begin = time.perf_counter()
             run()
             best[index] = min(best[index], time.perf_counter() - begin)

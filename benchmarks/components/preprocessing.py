@@ -1,6 +1,6 @@
 """Images per second on one core: the pool's work on an image against the family's transformers processor.
 
-    python -m benchmarks.preprocessing [--seconds 3] [--sizes 1024x1024,1920x1080]
+    python -m benchmarks.components.preprocessing [--seconds 3] [--sizes 1024x1024,1920x1080]
 
 Every row starts from the same encoded bytes and decodes them. Ours hands over resized uint8 pixels, because
 rescale, normalise and patchify run on the encoder's device; the row "ours + patchify" does them on the same
@@ -145,7 +145,8 @@ def main() -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     print(
-        f"command: python -m benchmarks.preprocessing --seconds {arguments.seconds} --sizes {arguments.sizes}"
+        f"command: python -m benchmarks.components.preprocessing --seconds {arguments.seconds}"
+        f" --sizes {arguments.sizes}"
     )
     print(
         f"python {platform.python_version()}, pillow {PIL.__version__}, numpy {np.__version__}, transformers"

@@ -1,6 +1,6 @@
 """Host CPU time of one engine step without a device: planning and applying N decoding sequences.
 
-python -m benchmarks.host_step --sequences 256 --steps 400
+python -m benchmarks.components.host_step --sequences 256 --steps 400
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Benchmarks of single parts; unlike the others they import what they measure."""
