@@ -190,6 +190,11 @@ class Coordinator:
             self._requests.pop(request.request_id, None)
             self._changed.set()
 
+    async def changed(self) -> None:
+        """Returns at the next change of a stage's state, or when a request has left."""
+        self._changed.clear()
+        await self._changed.wait()
+
     async def drained(self) -> None:
         """Returns when no request is held any more."""
         while self._requests:

@@ -116,11 +116,21 @@ class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of the front process. A request past `max_requests` gets 429."""
+    """Bounds of the front process. A request past `max_requests` gets 429.
+
+    A worker whose heartbeat is later than `hang_after_s`, or whose step runs longer than `step_limit_s`, is
+    killed and started again, at most `max_restarts` times in five minutes. A request goes on after at most
+    `max_replays` deaths of a stage that had it.
+    """
 
     max_requests: int = 1024
     request_timeout_s: float | None = None
     threads: int | None = None
+    heartbeat_s: float = 1.0
+    hang_after_s: float = 10.0
+    step_limit_s: float = 120.0
+    max_restarts: int = 20
+    max_replays: int = 6
 
 
 class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):

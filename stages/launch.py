@@ -29,7 +29,7 @@ from stages.options import ServeOptions
 from stages.planning import Plan, make_plan, plan_text
 from stages.service import ModelCard, WorkerInfo
 from stages.stage_logics import make_shells
-from stages.supervisor import Supervisor, WorkerSpec
+from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
 
 __all__ = ["plan_text", "serve_service"]
 
@@ -159,11 +159,24 @@ async def _start_processes(
         arena,
         deliver=lambda messages: coordinator.dispatch(messages),
         on_lost=lambda spec, again: _worker_lost(spec, again, rings, coordinator),
+        config=_supervision(plan.deployment),
     )
-    coordinator = Coordinator(plan.family.pipeline, supervisor.send)
+    coordinator = Coordinator(
+        plan.family.pipeline, supervisor.send, max_replays=plan.deployment.server.max_replays
+    )
     stack.push_async_callback(supervisor.stop)
     await supervisor.start()
     return coordinator, supervisor
+
+
+def _supervision(deployment: Deployment) -> SupervisorConfig:
+    server = deployment.server
+    return SupervisorConfig(
+        heartbeat_s=server.heartbeat_s,
+        hang_after_s=server.hang_after_s,
+        step_limit_s=server.step_limit_s,
+        max_restarts=server.max_restarts,
+    )
 
 
 def _worker_lost(

@@ -240,6 +240,14 @@ class OmniService:
         stats["front"] = {"open_requests": float(self._num_open)}
         return stats
 
+    async def stages_changed(self) -> None:
+        """Returns at the next change of a stage's state, or when a request has left."""
+        await self._coordinator.changed()
+
+    @property
+    def preprocessor(self) -> Preprocessor | None:
+        return self._preprocessor
+
     async def drained(self) -> None:
         """Returns when no stage holds anything of any request."""
         await self._coordinator.drained()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,11 @@ class StepResultBatch:
 
     messages: list[FromStage] = field(default_factory=list)
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
+
+
+def _copied(chunk: Chunk) -> Chunk:
+    tensors = {name: tensor.clone() for name, tensor in chunk.tensors.items()}
+    return dataclasses.replace(chunk, tensors=tensors)
 
 
 class StageLogic(Protocol):
@@ -167,8 +173,12 @@ class StageShell:
                 # The upstream stage is gone; its own failure is reported by its shell.
                 await asyncio.Event().wait()
                 return
+            if not receiver.hands_over:
+                borrowed, chunk = chunk, _copied(chunk)
+                receiver.release(borrowed)
             self._emit_and_wake(self._logic.accept(chunk))
-            receiver.release(chunk)
+            if receiver.hands_over:
+                receiver.release(chunk)
 
     def _emit_and_wake(self, messages: list[FromStage]) -> None:
         assert self._wake is not None
