@@ -130,6 +130,8 @@ class InprocSender:
 
 
 class InprocReceiver:
+    hands_over = True
+
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
 

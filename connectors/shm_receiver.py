@@ -16,6 +16,8 @@ from contracts.errors import PeerLost
 class ShmReceiver:
     """See `connectors.interface.Receiver`. All calls on one event loop."""
 
+    hands_over = False
+
     def __init__(self, description: ShmDescription) -> None:
         self.stats = EdgeStats()
         self._ring = Ring(description)

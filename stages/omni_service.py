@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -35,10 +36,15 @@ from stages.service import (
     PromptReady,
     StageHealth,
     Tokens,
+    WorkerInfo,
 )
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
+
+
+class WorkerTable(Protocol):
+    def infos(self) -> tuple[WorkerInfo, ...]: ...
 
 
 class OmniService:
@@ -50,6 +56,7 @@ class OmniService:
         family: Family,
         deployment: Deployment,
         coordinator: Coordinator,
+        workers: WorkerTable,
         preprocessor: Preprocessor | None,
         context_length: int,
     ) -> None:
@@ -58,6 +65,7 @@ class OmniService:
         self._family = family
         self._deployment = deployment
         self._coordinator = coordinator
+        self._workers = workers
         self._preprocessor = preprocessor
         self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
         self._context_length = context_length
@@ -222,12 +230,23 @@ class OmniService:
     def ready(self) -> bool:
         return self._coordinator.all_ready()
 
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self._workers.infos()
+
     def stats(self) -> dict[str, dict[str, float]]:
         stats = dict(self._coordinator.stats)
         if self._preprocessor is not None:
             stats["preprocess"] = self._preprocessor.stats()
         stats["front"] = {"open_requests": float(self._num_open)}
         return stats
+
+    async def stages_changed(self) -> None:
+        """Returns at the next change of a stage's state, or when a request has left."""
+        await self._coordinator.changed()
+
+    @property
+    def preprocessor(self) -> Preprocessor | None:
+        return self._preprocessor
 
     async def drained(self) -> None:
         """Returns when no stage holds anything of any request."""

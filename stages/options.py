@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -24,3 +25,4 @@ class ServeOptions:
     kv_memory: str | None = None
     allow_private_addresses: bool = False
     api_key: str | None = None
+    workers: Literal["file", "one", "per-stage"] = "file"  # "file": as the deployment's [[worker]] groups say
