@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stages.options import ServeOptions
     from stages.service import Service
 
+BACKLOG = 2048
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -64,6 +65,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--deployment", type=Path, metavar="FILE", help="TOML file that places the stages")
     add("--set", action="append", default=[], metavar="PATH=VALUE", help="override one deployment value")
+    add(
+        "--workers",
+        choices=("file", "one", "per-stage"),
+        default="file",
+        help="processes of the stages: as the deployment's [[worker]] groups say, one for all, or one each",
+    )
     add("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB")
     add("--media-root", type=Path, metavar="DIR", help="folder that file: URLs may read from (default: none)")
     add(
@@ -112,6 +119,7 @@ def options_of(parsed: argparse.Namespace) -> ServeOptions:
         overrides=tuple(parsed.set),
         media_root=parsed.media_root,
         kv_memory=parsed.kv_memory,
+        workers=parsed.workers,
         allow_private_addresses=parsed.allow_private_addresses,
         api_key=parsed.api_key if serving else None,
     )
@@ -181,6 +189,7 @@ async def serve(
     try:
         async with starting as service:
             server = ApiServer(create_app(service, settings), settings)
+            listener.listen(BACKLOG)  # whoever reads the line below may connect at once
             host, port = listener.getsockname()[:2]
             print(f"omnistage serves {service.card.names[0]} on http://{host}:{port}", flush=True)
             await server.serve(sockets=[listener])

@@ -17,6 +17,7 @@ from stages.service import (
     PromptReady,
     StageHealth,
     Tokens,
+    WorkerInfo,
 )
 
 START, END, IMAGE = 256, 257, 258
@@ -235,6 +236,9 @@ class ScriptedService:
 
     def ready(self) -> bool:
         return all(stage.state == "ready" for stage in self.stages)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return (WorkerInfo(name="w", stages=("lm",), pid=7, devices=("cpu",), state="ready", restarts=2),)
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self.values
