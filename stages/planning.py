@@ -56,6 +56,8 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
         plans.append(plan_lm(name, lm, family.decoder_config, elements, dtype, context_length))
     for name, encoder in deployment.encoders.items():
         dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], census)
+        if encoder.dtype == "auto" and encoder.device_list[0] == "cpu":
+            dtype = torch.float32  # a tower is all arithmetic, and torch's half precision on a CPU is slow
         width = family.decoder_config.hidden_size
         plans.append(plan_encoder(name, encoder, census.encoder_elements, dtype, width))
     if check_memory:
