@@ -225,7 +225,12 @@ def test_waiting_for_embeddings_is_no_work(overlap):
 @BOTH_LOOPS
 def test_requests_for_embeddings_do_not_wait_for_a_running_step(overlap):
     release = threading.Event()
-    client = Client(config_of(overlap=overlap), threaded=True, gate=lambda plan: release.wait(20), hold=True)
+
+    def gate(plan):
+        if not release.wait(5):
+            raise RuntimeError("nobody lets the step run")
+
+    client = Client(config_of(overlap=overlap), threaded=True, gate=gate, hold=True)
     client.add("a", PICTURE)
 
     async def go():
@@ -373,6 +378,17 @@ def test_dropped_embeddings_are_asked_for_again():
     asyncio.run(go())
     client.check()
     assert waits.asked == [0, 0]
+
+
+@BOTH_LOOPS
+def test_a_picture_that_another_request_computes_meanwhile_is_not_asked_for(overlap):
+    client = Client(config_of(overlap=overlap, max_resident_embedding_tokens=8))
+    prompt = prompt_of(Image("same", 8), [1, 2, 3, 4, 5])
+    first, second = client.add("first", prompt), client.add("second", prompt)
+    client.run()
+    client.check()
+    assert (first.asked, second.asked) == ([0], [])
+    assert second.num_cached == 12
 
 
 @BOTH_LOOPS
