@@ -178,6 +178,8 @@ class Served:
         async def check() -> list[str]:
             await self.service.drained()
             reports = await self.service.check_integrity()
-            return [f"{r.stage}: {r.problem or 'busy'}" for r in reports if r.problem or r.busy]
+            while any(r.busy for r in reports):  # the step that was under way at the end has yet to land
+                reports = await self.service.check_integrity()
+            return [f"{r.stage}: {r.problem}" for r in reports if r.problem]
 
         assert self.run(check()) == []

@@ -36,8 +36,9 @@ def with_model(folder: Path, use: Callable[[openai.AsyncOpenAI, str], Awaitable[
                 result = await use(client, service.card.names[0])
             await service.drained()
             async with asyncio.timeout(TIMEOUT_S):  # a step may be under way when its last request ends
-                while any(r.busy for r in (reports := await service.check_integrity())):
-                    pass
+                reports = await service.check_integrity()
+                while any(r.busy for r in reports):
+                    reports = await service.check_integrity()
             assert [f"{r.stage}: {r.problem}" for r in reports if r.problem] == []
             return result
 

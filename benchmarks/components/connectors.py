@@ -1,6 +1,6 @@
 """The shared-memory connector between two processes: one-way latency, bandwidth beside memcpy, flat memory.
 
-    python -m benchmarks.connectors [--pings 3000] [--rounds 7] [--messages 1000000] [--cores 0,1]
+    python -m benchmarks.components.connectors [--pings 3000] [--rounds 7] [--messages 1000000] [--cores 0,1]
 
 Latency is from before `send` to after `receive` returns in the other process, one chunk under way at a time.
 Bandwidth is that of a stream, each chunk released as it arrives, its bytes not read; the floor is one thread
@@ -77,7 +77,7 @@ class Peer:
         command = [
             sys.executable,
             "-m",
-            "benchmarks.connectors",
+            "benchmarks.components.connectors",
             "--answer",
             msgspec.json.encode(ends).decode(),
         ]
@@ -194,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
     if options.answer:
         asyncio.run(answer(msgspec.json.decode(options.answer, type=Ends)))
         return 0
-    environment = describe_environment(["python", "-m", "benchmarks.connectors", *argv])
+    environment = describe_environment(["python", "-m", "benchmarks.components.connectors", *argv])
     print("\n".join(environment.lines()))
     asyncio.run(measure(options, cores))
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
