@@ -148,6 +148,9 @@ def _serve(parsed: argparse.Namespace) -> int:
     # Before torch loads: its idle OpenMP threads would spin on cores that the native kernels and the front
     # process need (6 ms of a core after every parallel operation).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from stages.options import SWITCH_INTERVAL_S
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     from api.settings import ApiSettings, SettingsError
     from stages.deployment import DeploymentError

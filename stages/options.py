@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+# Between two kernels the runner's thread needs the interpreter for microseconds; at Python's own 5 ms a busy
+# event loop would keep it waiting for longer than the kernels take.
+SWITCH_INTERVAL_S = 2e-4
+
 
 @dataclass(frozen=True)
 class ServeOptions:

@@ -21,7 +21,7 @@ from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWo
 from stages.edges import ArenaDescription, EdgeEnd, open_arena, open_edge_ends
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
-from stages.options import ServeOptions
+from stages.options import SWITCH_INTERVAL_S, ServeOptions
 from stages.planning import make_plan
 from stages.stage_logics import make_shells
 
@@ -109,6 +109,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front process decides; ^C reaches the whole group
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {setup.name}: %(message)s")
     torch.set_num_threads(setup.threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(_Worker(setup).run())
 
 
