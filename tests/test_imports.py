@@ -24,6 +24,7 @@ MAY_IMPORT = {
 }
 # Beside the benchmarks over HTTP, which work against any server: those that time one of our packages alone.
 MEASURES_A_PART = {
+    "benchmarks/connectors.py": ("connectors",),
     "benchmarks/components/cpu_kernels.py": ("lm_engine",),
     "benchmarks/components/host_step.py": ("lm_engine",),
     "benchmarks/components/preprocessing.py": ("preprocess",),
