@@ -5,14 +5,13 @@ Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, R row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_engine.layers.kernels import HeadShape, Kernels, Linear, QKNorm
+from lm_engine.layers.kernels import DecoderLayer, HeadShape, Kernels, Linear, QKNorm
 from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
 
@@ -29,19 +28,6 @@ class WeightSource(Protocol):
         """The tensor on `device` in `dtype`; the caller owns it. Raises EngineError when absent or
         mis-shaped."""
         ...
-
-
-@dataclass(frozen=True)
-class DecoderLayer:
-    """Weights of one layer, fused where one input feeds several projections."""
-
-    input_norm_H: Tensor
-    qkv: Linear
-    qk_norm: QKNorm | None
-    output: Linear
-    post_norm_H: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class Decoder:
@@ -78,14 +64,19 @@ class Decoder:
         kernels, eps = self.kernels, self.config.rms_norm_eps
         num_deepstack = 0 if deepstack_KTH is None else deepstack_KTH.shape[0]
         assert num_deepstack <= len(self.layers)
-        cos_TP, sin_TP = self.rotary(positions_AT)
+        cos_TP, sin_TP = (table_TP.contiguous() for table_TP in self.rotary(positions_AT))
+        fused = kernels.fused_pass
+        if fused is not None and num_deepstack == 0 and attention is self.attention and fused.takes(metadata):
+            residual_TH = fused.run(self.layers, hidden_TH, self.heads, cos_TP, sin_TP, eps, kv, metadata)
+            return kernels.rms_norm(residual_TH, self.norm_H, eps)
         residual_TH = hidden_TH
         normed_TH = kernels.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
         for index, layer in enumerate(self.layers):
             qkv_TX = layer.qkv(normed_TH)
-            q_TND, k_TGD, v_TGD = kernels.split_rope(qkv_TX, self.heads, cos_TP, sin_TP, layer.qk_norm)
-            attended_TND = attention.attend(q_TND, k_TGD, v_TGD, kv, index, metadata)
-            mixed_TH = layer.output(attended_TND.flatten(1))
+            attended_TX = kernels.attend(
+                qkv_TX, self.heads, cos_TP, sin_TP, layer.qk_norm, attention, kv, index, metadata
+            )
+            mixed_TH = layer.output(attended_TX)
             normed_TH, residual_TH = kernels.add_rms_norm(mixed_TH, residual_TH, layer.post_norm_H, eps)
             delta_TH = layer.down(kernels.silu_mul(layer.gate_up(normed_TH)))
             if deepstack_KTH is not None and index < num_deepstack:

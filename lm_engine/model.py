@@ -129,4 +129,4 @@ class DecoderModel(Protocol):
         ...
 
 
-Kernels = Literal["auto", "reference", "native"]
+Kernels = Literal["auto", "reference", "native", "triton"]

@@ -29,21 +29,28 @@ class Row:
     stop_token_ids: tuple[int, ...]
     num_prompt_tokens: int
     num_known_tokens: int  # tokens that the table holds or that a step in flight will write
+    plain_from: int | None  # sequence index from which its draws need no more than a temperature; None: never
     num_blocks: int = 0
 
 
-@dataclass(frozen=True)
-class StepInputs:
+@dataclass(frozen=True, kw_only=True)
+class SampledRows:
+    """The S sequences of a step that sample."""
+
+    slots_S: Tensor  # int64
+    next_index_S: Tensor  # int64: sequence index of the token to draw
+    host_slots_S: tuple[int, ...]
+    host_next_index_S: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs(SampledRows):
     """A step on the device. S sequences of the R sample."""
 
     token_ids_T: Tensor
     positions_AT: Tensor
     metadata: AttentionMetadata
-    slots_S: Tensor  # int64
     last_rows_S: Tensor  # int64: the step row whose logits are sampled
-    next_index_S: Tensor  # int64: sequence index of the token to draw
-    host_slots_S: tuple[int, ...]
-    host_next_index_S: tuple[int, ...]
 
 
 class RequestTable:
@@ -89,6 +96,7 @@ class RequestTable:
                 admission.stop_token_ids,
                 admission.num_prompt_tokens,
                 len(admission.token_ids),
+                _plain_from(admission),
             )
 
     def write_admissions(self, admissions: Sequence[Admission]) -> None:
@@ -178,7 +186,25 @@ class RequestTable:
             host_next_index_S=tuple(next_index.tolist()),
         )
 
-    def write_sampled(self, inputs: StepInputs, token_S: Tensor) -> None:
+    def pack_decodes(self, sequences: Sequence[SequenceStep]) -> np.ndarray:
+        """[4, R] int32 of a step that computes and samples one token of each: slot, its index, a block to
+        append (0: none), that block's column. The host's rows are as after the step."""
+        packed = []
+        for step in sequences:
+            row, new_blocks = self.rows[step.slot], step.new_block_ids
+            packed.append((step.slot, step.start, new_blocks[0] if new_blocks else 0, row.num_blocks))
+            row.num_blocks += len(new_blocks)
+            assert row.num_blocks <= self.block_tables.shape[1], f"block table of slot {step.slot} is full"
+        self._check(sequences)
+        for step in sequences:
+            self.rows[step.slot].num_known_tokens = step.start + 2
+        return np.array(packed, dtype=np.int32).T.copy()
+
+    def draws_plainly(self, slot: int, next_index: int) -> bool:
+        plain_from = self.rows[slot].plain_from
+        return plain_from is not None and next_index >= plain_from
+
+    def write_sampled(self, inputs: SampledRows, token_S: Tensor) -> None:
         self.token_ids[inputs.slots_S, inputs.next_index_S] = token_S.int()
         for slot, index in zip(inputs.host_slots_S, inputs.host_next_index_S, strict=True):
             self.rows[slot].num_known_tokens = index + 1
@@ -201,6 +227,14 @@ class RequestTable:
                 f"slot {step.slot}: no block"
             )
             assert not step.samples or end == row.num_known_tokens, f"slot {step.slot} samples too early"
+
+
+def _plain_from(admission: Admission) -> int | None:
+    sampling = admission.sampling
+    filters = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k or sampling.min_p > 0.0)
+    if filters or sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None:
+        return None
+    return admission.num_prompt_tokens + sampling.min_tokens
 
 
 def _float_params(sampling: SamplingParams) -> tuple[float, ...]:

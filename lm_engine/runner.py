@@ -14,9 +14,10 @@ from torch import Tensor
 
 from contracts.messages import TokenLogprobs
 from contracts.params import SamplingParams
+from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.plan import SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
-from lm_engine.request_table import RequestTable, StepInputs
+from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.sampler import Adjustments, LogprobsWanted, Needs, Penalties, RowParams, Sampled, sample
 
 
@@ -47,7 +48,10 @@ class Runner:
         *,
         max_sequences: int,
         max_length: int,
+        cuda_graphs: bool = True,
     ) -> None:
+        """`cuda_graphs`: decode steps are captured on first use and replayed, where device and attention
+        allow."""
         self.model = model
         self.attention = attention
         self.kv = kv
@@ -62,12 +66,21 @@ class Runner:
         self._copies: torch.cuda.Stream | None = None
         if model.device.type == "cuda":
             self._copies = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._graphs: DecodeGraphs | None = None
+        if cuda_graphs:
+            self._graphs = make_decode_graphs(model, attention, kv, self.table)
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="runner-collect")
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         launched = self._launcher.submit(self._launch, plan)
         return self._collector.submit(lambda: _collect(launched.result()))
+
+    def capture_graphs(self) -> int:
+        """Captures all graphs now rather than on first use; returns their number. Blocks for seconds."""
+        if self._graphs is None:
+            return 0
+        return self._launcher.submit(self._graphs.capture_all).result()
 
     def close(self) -> None:
         """Finishes what was submitted, then ends both threads."""
@@ -79,6 +92,8 @@ class Runner:
         self.table.turn_over(plan.released_slots, plan.admissions)
         self.table.write_admissions(plan.admissions)
         self._copy_blocks(plan.block_copies)
+        if self._graphs is not None and takes(self._graphs, plan):
+            return self._replay(self._graphs, plan)
         self.table.append_blocks(plan)
         if not plan.sequences:
             return _Launched(plan.step_id, (), (), None, None)
@@ -94,6 +109,25 @@ class Runner:
         results, done = self._copy_to_host(sampled)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in inputs.host_slots_S)
         return _Launched(plan.step_id, inputs.host_slots_S, wanted, results, done)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> _Launched:
+        """The same step by a graph. It always draws as if all rows were plain; others are drawn again."""
+        packed = self.table.pack_decodes(plan.sequences)
+        slots, next_index = packed[0].tolist(), (packed[1] + 1).tolist()
+        logits_RV, sampled = graphs.replay(packed)
+        if not all(map(self.table.draws_plainly, slots, next_index)):
+            slots_S, next_index_S = self.table.to_device(packed[:2].astype(np.int64)).unbind(0)
+            rows = SampledRows(
+                slots_S=slots_S,
+                next_index_S=next_index_S + 1,
+                host_slots_S=tuple(slots),
+                host_next_index_S=tuple(next_index),
+            )
+            sampled = self._sample(rows, logits_RV)
+            self.table.write_sampled(rows, sampled.token_R)
+        results, done = self._copy_to_host(sampled)
+        wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in slots)
+        return _Launched(plan.step_id, tuple(slots), wanted, results, done)
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
@@ -127,7 +161,7 @@ class Runner:
                 deepstack_KTH[:, first : first + piece.length] = levels_LKH.transpose(0, 1)
         return hidden_TH, deepstack_KTH
 
-    def _sample(self, inputs: StepInputs, logits_SV: Tensor) -> Sampled:
+    def _sample(self, inputs: SampledRows, logits_SV: Tensor) -> Sampled:
         rows = [self.table.rows[slot] for slot in inputs.host_slots_S]
         params = [row.sampling for row in rows]
         temperature_S, top_p_S, min_p_S, *_ = self.table.floats[inputs.slots_S].unbind(1)
@@ -148,7 +182,7 @@ class Runner:
             self._logprobs_wanted(params),
         )
 
-    def _adjustments(self, inputs: StepInputs) -> Adjustments | None:
+    def _adjustments(self, inputs: SampledRows) -> Adjustments | None:
         entries: list[tuple[int, int]] = []
         values: list[float] = []
         for i, slot in enumerate(inputs.host_slots_S):
@@ -168,7 +202,7 @@ class Runner:
         rows, tokens = self.table.to_device(pairs.T.copy()).unbind(0)
         return Adjustments(rows, tokens, self.table.to_device(np.array(values, dtype=np.float32)))
 
-    def _penalties(self, inputs: StepInputs, params: list[SamplingParams]) -> Penalties | None:
+    def _penalties(self, inputs: SampledRows, params: list[SamplingParams]) -> Penalties | None:
         penalised = [i for i, p in enumerate(params) if p.has_penalties]
         if not penalised:
             return None

@@ -5,13 +5,14 @@ Shapes: T tokens, I inputs and O outputs of a linear, N query heads, G KV heads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lm_engine.model import AttentionBackend
+from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,47 @@ class Linear(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer, fused where one input feeds several projections."""
+
+    input_norm_H: Tensor
+    qkv: Linear
+    qk_norm: QKNorm | None
+    output: Linear
+    post_norm_H: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class FusedPass(Protocol):
+    """All layers of some steps at once, where kernels have something better than one call after another."""
+
+    def takes(self, metadata: AttentionMetadata) -> bool: ...
+
+    def run(
+        self,
+        layers: Sequence[DecoderLayer],
+        residual_TH: Tensor,
+        heads: HeadShape,
+        cos_TP: Tensor,
+        sin_TP: Tensor,
+        eps: float,
+        kv: PagedKV,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """From embeddings to the residual stream before the final norm. Spends `residual_TH`; attends with
+        the kernels' own attention."""
+        ...
+
+
 class Kernels(Protocol):
     """Stateless apart from scratch memory. Norms and rotations are computed in float32 and rounded once to
     the input's dtype; reductions may run in any order."""
 
     name: str
     attention: AttentionBackend
+    fused_pass: FusedPass | None
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """What the residual stream and everything between the layers is kept in."""
@@ -88,3 +124,35 @@ class Kernels(Protocol):
         already scaled. The results may be views of `qkv_TX`, which is spent.
         """
         ...
+
+    def attend(
+        self,
+        qkv_TX: Tensor,
+        heads: HeadShape,
+        cos_TP: Tensor,
+        sin_TP: Tensor,
+        norm: QKNorm | None,
+        attention: AttentionBackend,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """`split_rope`, then `attention.attend`, as [T, N·D]. Spends `qkv_TX`."""
+        ...
+
+
+def split_and_attend(
+    kernels: Kernels,
+    qkv_TX: Tensor,
+    heads: HeadShape,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    norm: QKNorm | None,
+    attention: AttentionBackend,
+    kv: PagedKV,
+    layer: int,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """`Kernels.attend` for kernels that do not fuse the two."""
+    q_TND, k_TGD, v_TGD = kernels.split_rope(qkv_TX, heads, cos_TP, sin_TP, norm)
+    return attention.attend(q_TND, k_TGD, v_TGD, kv, layer, metadata).flatten(1)

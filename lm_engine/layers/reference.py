@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lm_engine.attention.reference import BatchedAttention
-from lm_engine.layers.kernels import HeadShape, QKNorm
-from lm_engine.model import AttentionBackend
+from lm_engine.layers.kernels import FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 
 
 class ReferenceLinear:
@@ -30,6 +30,7 @@ class ReferenceKernels:
 
     def __init__(self) -> None:
         self.attention: AttentionBackend = BatchedAttention()
+        self.fused_pass: FusedPass | None = None
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
@@ -63,6 +64,20 @@ class ReferenceKernels:
             q_TND = self.rms_norm(q_TND, norm.query_weight_D, norm.eps)
             k_TGD = self.rms_norm(k_TGD, norm.key_weight_D, norm.eps)
         return _rotate(q_TND, cos_TP, sin_TP), _rotate(k_TGD, cos_TP, sin_TP), v_TGD
+
+    def attend(
+        self,
+        qkv_TX: Tensor,
+        heads: HeadShape,
+        cos_TP: Tensor,
+        sin_TP: Tensor,
+        norm: QKNorm | None,
+        attention: AttentionBackend,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        return split_and_attend(self, qkv_TX, heads, cos_TP, sin_TP, norm, attention, kv, layer, metadata)
 
 
 def _rotate(x_TND: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:

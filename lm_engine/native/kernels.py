@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from lm_engine.layers.kernels import HeadShape, QKNorm
-from lm_engine.model import AttentionBackend
+from lm_engine.layers.kernels import FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.native.attention import NativeAttention
 from lm_engine.native.library import CRope, dtype_code
 from lm_engine.native.linear import NativeLinear
@@ -26,6 +26,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.attention: AttentionBackend = NativeAttention(library)
+        self.fused_pass: FusedPass | None = None
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """float32 whatever the weights: without bfloat16 arithmetic it costs nothing, and rounds six times
@@ -125,6 +126,20 @@ class NativeKernels:
             heads_TXD[:, heads.num_heads : first_v],
             heads_TXD[:, first_v:],
         )
+
+    def attend(
+        self,
+        qkv_TX: Tensor,
+        heads: HeadShape,
+        cos_TP: Tensor,
+        sin_TP: Tensor,
+        norm: QKNorm | None,
+        attention: AttentionBackend,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        return split_and_attend(self, qkv_TX, heads, cos_TP, sin_TP, norm, attention, kv, layer, metadata)
 
 
 def _norm_dtype(norm: QKNorm, head_dim: int) -> int:

@@ -63,7 +63,15 @@ class Host:
     """Blocks are handed out in a shuffled order, so that nothing works by their being adjacent."""
 
     def __init__(
-        self, decoder, attention=None, *, block_size=4, num_blocks=160, max_sequences=8, max_length=128
+        self,
+        decoder,
+        attention=None,
+        *,
+        block_size=4,
+        num_blocks=160,
+        max_sequences=8,
+        max_length=128,
+        cuda_graphs=True,
     ) -> None:
         config = decoder.config
         self.model = Recorder(decoder)
@@ -75,6 +83,7 @@ class Host:
             self.kv,
             max_sequences=max_sequences,
             max_length=max_length,
+            cuda_graphs=cuda_graphs,
         )
         self.free = list(range(1, num_blocks))
         random.Random(3).shuffle(self.free)

@@ -1,0 +1,220 @@
+"""Attention over the paged KV cache in Triton: mixed steps in one launch, decodes with their keys split.
+
+Shapes: T tokens of the step, N query heads, G KV heads, D head size, P = D/2, X = N + 2G heads of D, R
+sequences, S splits, H heads of a group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lm_engine.layers.kernels import HeadShape, QKNorm
+from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.triton.jit.attention import decode_attention, mixed_attention
+from lm_engine.triton.jit.elementwise import rope_heads
+from lm_engine.triton.launch import dot_precision, interpreted, launch_options, next_power
+
+_LOG2_E = math.log2(math.e)
+_MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
+_MAX_SPLITS = 64
+_FEW_PROGRAMS = 132  # about one for each multiprocessor: below it, more splits
+_TILE_ROWS = 128  # queries times heads of a mixed tile
+
+
+class TritonAttention:
+    """One step at a time on one stream: arrival counters are shared, and zero between launches."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
+
+    def attend(
+        self,
+        q_TND: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        kv.keys[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, k_TGD.to(kv.keys.dtype))
+        kv.values[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, v_TGD.to(kv.values.dtype))
+        num_heads, head_dim = q_TND.shape[1:]
+        heads = HeadShape(num_heads, kv.keys.shape[3], head_dim)
+        return self._attend_mixed(q_TND.contiguous().flatten(1), heads, kv, layer, metadata).view(q_TND.shape)
+
+    def rotate(
+        self, qkv_TX: Tensor, heads: HeadShape, cos_TP: Tensor, sin_TP: Tensor, norm: QKNorm | None
+    ) -> None:
+        """Norm and rotation of queries and keys, in place."""
+        _rope_heads(qkv_TX, heads, cos_TP, sin_TP, norm, None, 0, None)
+
+    def rotate_and_attend(
+        self,
+        qkv_TX: Tensor,
+        heads: HeadShape,
+        cos_TP: Tensor,
+        sin_TP: Tensor,
+        norm: QKNorm | None,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """From the fused projection's rows to [T, N·D]. Spends `qkv_TX`; writes the cache."""
+        if metadata.max_query_length == 1:
+            return self._attend_decodes(qkv_TX, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
+        _rope_heads(qkv_TX, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
+        return self._attend_mixed(qkv_TX, heads, kv, layer, metadata)
+
+    def _attend_mixed(
+        self, q_TX: Tensor, heads: HeadShape, kv: PagedKV, layer: int, metadata: AttentionMetadata
+    ) -> Tensor:
+        """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
+        num_sequences = metadata.sequence_lengths.shape[0]
+        num_tokens, head_dim = q_TX.shape[0], heads.head_dim
+        per_group = heads.num_heads // heads.num_kv_heads
+        block_h, block_d = next_power(per_group), max(next_power(head_dim), 16)
+        block_q = max((_TILE_ROWS if block_d <= 128 else _TILE_ROWS // 2) // block_h, 1)
+        if interpreted():
+            block_q = max(16 // block_h, 1)
+        out_TX = q_TX.new_empty(num_tokens, heads.num_heads * head_dim)
+        grid = (num_tokens // block_q + num_sequences, heads.num_kv_heads)
+        mixed_attention[grid](
+            q_TX,
+            kv.keys[layer],
+            kv.values[layer],
+            metadata.block_tables,
+            metadata.query_starts,
+            metadata.sequence_lengths,
+            out_TX,
+            num_sequences,
+            metadata.block_tables.stride(0),
+            q_TX.stride(0),
+            head_dim**-0.5 * _LOG2_E,
+            H=per_group,
+            BLOCK_H=block_h,
+            G=heads.num_kv_heads,
+            D=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_Q=block_q,
+            BLOCK_L=16 if interpreted() else 64 if block_d <= 128 else 32,
+            BLOCK_SIZE=kv.block_size,
+            PRECISION=dot_precision(q_TX.dtype),
+            num_warps=8 if block_q * block_h >= 128 else 4,
+            num_stages=2,
+            **launch_options(q_TX.device),
+        )
+        return out_TX
+
+    def _attend_decodes(
+        self,
+        qkv_RX: Tensor,
+        heads: HeadShape,
+        cos_RP: Tensor,
+        sin_RP: Tensor,
+        norm: QKNorm | None,
+        kv: PagedKV,
+        layer: int,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        num_rows, num_groups, head_dim = qkv_RX.shape[0], heads.num_kv_heads, heads.head_dim
+        assert qkv_RX.shape == (num_rows, heads.width)
+        assert qkv_RX.is_contiguous()
+        assert cos_RP.shape == sin_RP.shape == (num_rows, head_dim // 2)
+        assert cos_RP.is_contiguous()
+        assert sin_RP.is_contiguous()
+        assert num_rows * num_groups <= _MAX_PAIRS
+        per_group = heads.num_heads // num_groups
+        part_h = next_power(per_group)
+        num_splits = choose_splits(num_rows * num_groups, metadata.max_sequence_length)
+        parts = (num_rows, num_groups, num_splits, part_h)
+        sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_RX.device)
+        stats = torch.empty(*parts, 2, dtype=torch.float32, device=qkv_RX.device)
+        out_RX = qkv_RX.new_empty(num_rows, heads.num_heads * head_dim)
+        decode_attention[(num_rows, num_groups, num_splits)](
+            qkv_RX,
+            cos_RP,
+            sin_RP,
+            None if norm is None else norm.query_weight_D,
+            None if norm is None else norm.key_weight_D,
+            kv.keys[layer],
+            kv.values[layer],
+            metadata.block_tables,
+            metadata.sequence_lengths,
+            metadata.slot_mapping,
+            sums,
+            stats,
+            self._arrivals,
+            out_RX,
+            metadata.block_tables.stride(0),
+            0.0 if norm is None else norm.eps,
+            head_dim**-0.5 * _LOG2_E,
+            H=per_group,
+            BLOCK_H=max(part_h, 16),
+            PART_H=part_h,
+            G=num_groups,
+            D=head_dim,
+            BLOCK_D=max(next_power(head_dim), 16),
+            BLOCK_P=max(next_power(head_dim // 2), 16),
+            BLOCK_L=16 if interpreted() else 64 if head_dim <= 128 else 32,
+            BLOCK_SIZE=kv.block_size,
+            NUM_SPLITS=num_splits,
+            CHUNK_S=max(1, 64 // (part_h * max(head_dim // 128, 1))),
+            NORM=norm is not None,
+            PRECISION=dot_precision(qkv_RX.dtype),
+            num_warps=4,
+            num_stages=2,
+            **launch_options(qkv_RX.device),
+        )
+        return out_RX
+
+
+def choose_splits(num_pairs: int, max_length: int) -> int:
+    """Parts of each sequence's keys; those that a sequence is too short for end at once. A power of two, so
+    that few kernels are compiled."""
+    wanted = max(1, -(-2 * _FEW_PROGRAMS // num_pairs))
+    longest = -(-max_length // (16 if interpreted() else 64))
+    return min(next_power(wanted), next_power(longest), _MAX_SPLITS)
+
+
+def _rope_heads(
+    qkv_TX: Tensor,
+    heads: HeadShape,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    norm: QKNorm | None,
+    kv: PagedKV | None,
+    layer: int,
+    metadata: AttentionMetadata | None,
+) -> None:
+    """With a cache: keys and values are written there too."""
+    num_tokens, half = qkv_TX.shape[0], heads.head_dim // 2
+    assert qkv_TX.is_contiguous()
+    assert qkv_TX.shape == (num_tokens, heads.width)
+    assert cos_TP.shape == sin_TP.shape == (num_tokens, half)
+    assert cos_TP.is_contiguous()
+    assert sin_TP.is_contiguous()
+    assert (kv is None) == (metadata is None)
+    rope_heads[(num_tokens,)](
+        qkv_TX,
+        cos_TP,
+        sin_TP,
+        None if norm is None else norm.query_weight_D,
+        None if norm is None else norm.key_weight_D,
+        None if kv is None else kv.keys[layer],
+        None if kv is None else kv.values[layer],
+        None if metadata is None else metadata.slot_mapping,
+        0.0 if norm is None else norm.eps,
+        N=heads.num_heads,
+        G=heads.num_kv_heads,
+        D=heads.head_dim,
+        BLOCK_X=next_power(heads.num_heads + 2 * heads.num_kv_heads),
+        BLOCK_P=next_power(half),
+        NORM=norm is not None,
+        WRITE=kv is not None,
+        **launch_options(qkv_TX.device),
+    )

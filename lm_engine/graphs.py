@@ -1,0 +1,133 @@
+"""CUDA graphs of decode steps: one per batch size, from the request table to the drawn tokens.
+
+Shapes: R rows of the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
+from lm_engine.plan import StepPlan
+from lm_engine.request_table import RequestTable
+from lm_engine.sampler import Sampled
+
+if TYPE_CHECKING:
+    from lm_engine.triton.step import DecodeBuffers
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+class DecodeGraphs(Protocol):
+    """Decode steps of up to `max_rows` sequences. Called from one thread, on one stream."""
+
+    max_rows: int
+
+    def replay(self, packed_4R: np.ndarray) -> tuple[Tensor, Sampled]:
+        """Runs the step of `RequestTable.pack_decodes`. The logits [R, V] are valid, and may be spent, until
+        the next replay; the tokens, drawn greedily or by plain temperature, are the caller's."""
+        ...
+
+    def capture_all(self) -> int:
+        """Captures what is not captured yet; returns the number of graphs."""
+        ...
+
+
+def takes(graphs: DecodeGraphs, plan: StepPlan) -> bool:
+    """Whether the plan is nothing but decodes that all sample."""
+    if plan.admissions or plan.span_pieces or not 0 < len(plan.sequences) <= graphs.max_rows:
+        return False
+    return all(s.num_tokens == 1 and s.samples and len(s.new_block_ids) <= 1 for s in plan.sequences)
+
+
+def make_decode_graphs(
+    model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+) -> DecodeGraphs | None:
+    """None where steps cannot be captured: without a GPU, or with attention that plans on the host."""
+    if model.device.type != "cuda" or attention.name != "triton":
+        return None
+    return CapturedDecodes(model, attention, kv, table)
+
+
+def bucket(num_rows: int, max_rows: int) -> int:
+    """The smallest captured batch that holds the rows."""
+    return min(max_rows, next(size for size in (*BATCH_SIZES, max_rows) if size >= num_rows))
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    buffers: DecodeBuffers
+    logits_RV: Tensor  # the graph's own memory
+
+
+class CapturedDecodes:
+    """Borrows model, cache and table; their memory must stay where it is.
+
+    A step of R rows runs as the next larger captured batch. Padding rows compute one token into the scratch
+    block and write nothing else.
+    """
+
+    def __init__(
+        self, model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+    ) -> None:
+        self.max_rows = min(table.max_sequences, BATCH_SIZES[-1])
+        self._model, self._attention, self._kv, self._table = model, attention, kv, table
+        self._arrivals_R = torch.zeros(self.max_rows, dtype=torch.int32, device=table.device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, _Captured] = {}
+
+    def replay(self, packed_4R: np.ndarray) -> tuple[Tensor, Sampled]:
+        num_rows = packed_4R.shape[1]
+        size = bucket(num_rows, self.max_rows)
+        captured = self._captured.get(size) or self._capture(size)
+        padded_4B = np.zeros((4, size), dtype=np.int32)
+        padded_4B[0] = -1
+        padded_4B[:, :num_rows] = packed_4R
+        captured.buffers.packed_4R.copy_(torch.from_numpy(padded_4B).pin_memory(), non_blocking=True)
+        captured.graph.replay()
+        # A copy: the next replay may come before the results are with the host.
+        token_R, valid_R = captured.buffers.results_2R[:, :num_rows].clone().unbind(0)
+        return captured.logits_RV[:num_rows], Sampled(token_R, valid_R, None)
+
+    def capture_all(self) -> int:
+        sizes = {bucket(num_rows, self.max_rows) for num_rows in range(1, self.max_rows + 1)}
+        with torch.inference_mode():
+            for size in sorted(sizes - self._captured.keys(), reverse=True):
+                self._capture(size)
+        return len(self._captured)
+
+    def _capture(self, size: int) -> _Captured:
+        from lm_engine.triton.step import DecodeBuffers
+
+        buffers = DecodeBuffers.allocate(size, self._table)
+        self._run(buffers)  # compiles what is new, which a capture must not
+        torch.cuda.synchronize(self._table.device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (encoders, copies) may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits_RV = self._run(buffers)
+        captured = self._captured[size] = _Captured(graph, buffers, logits_RV)
+        logger.info("captured the decode step of %d sequences", size)
+        return captured
+
+    def _run(self, buffers: DecodeBuffers) -> Tensor:
+        from lm_engine.triton.step import draw, prepare_inputs
+
+        model = self._model
+        prepare_inputs(buffers, self._table)
+        hidden_RH = model.embed(buffers.token_ids_R)
+        hidden_RH = model.forward(
+            hidden_RH, buffers.positions_AR, self._kv, self._attention, buffers.metadata
+        )
+        logits_RV = model.logits(hidden_RH)
+        draw(logits_RV, buffers, self._table, self._arrivals_R)
+        return logits_RV

@@ -1,0 +1,1 @@
+"""The kernels themselves, in Triton's language: not Python to a type checker. Launched from above."""

@@ -1,0 +1,367 @@
+"""Attention over the paged cache: one launch for chunks of any length, and split-KV for decodes.
+
+Shapes: M = query rows of a tile (queries x heads of a group), H heads of a group, L keys of a tile, D head
+size, P = D/2, S splits. Softmax in base 2; `scale` holds log2(e).
+"""
+
+import triton
+import triton.language as tl
+
+from lm_engine.triton.jit.order import after_predecessors
+
+
+@triton.jit
+def _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """Sequence i owns the tiles from `query_starts[i] // BLOCK_Q + i` on: enough for a last, partial one."""
+    low = 0
+    high = num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts_ptr + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _places(table_ptr, index_L, inside_L, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    block_L = tl.load(table_ptr + index_L // BLOCK_SIZE, mask=inside_L, other=0).to(tl.int64)
+    return (block_L * BLOCK_SIZE + index_L % BLOCK_SIZE) * WIDTH
+
+
+@triton.jit
+def mixed_attention(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    query_starts_ptr,
+    lengths_ptr,
+    out_ptr,
+    num_sequences,
+    table_stride,
+    q_stride,
+    scale,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile, group): BLOCK_Q queries of one sequence with the group's heads, over all they see."""
+    after_predecessors(PDL)
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    row = _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q)
+    first_query = tl.load(query_starts_ptr + row)
+    num_queries = tl.load(query_starts_ptr + row + 1) - first_query
+    offset = (tile - first_query // BLOCK_Q - row) * BLOCK_Q
+    if offset >= num_queries:
+        return
+    length = tl.load(lengths_ptr + row)
+    context = length - num_queries
+    rows_M = tl.arange(0, BLOCK_Q * BLOCK_H)
+    query_M = offset + rows_M // BLOCK_H
+    head_M = rows_M % BLOCK_H
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_D = dims_D < D
+    inside_MD = ((query_M < num_queries) & (head_M < H))[:, None] & inside_D[None, :]
+    token_M = (first_query + query_M).to(tl.int64)
+    column_MD = ((group * H + head_M) * D)[:, None] + dims_D[None, :]
+    q_MD = tl.load(q_ptr + token_M[:, None] * q_stride + column_MD, mask=inside_MD, other=0.0)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    best_M = tl.full([BLOCK_Q * BLOCK_H], -float("inf"), tl.float32)
+    mass_M = tl.zeros([BLOCK_Q * BLOCK_H], tl.float32)
+    sum_MD = tl.zeros([BLOCK_Q * BLOCK_H, BLOCK_D], tl.float32)
+    end = tl.minimum(length, context + offset + BLOCK_Q)
+    for start in tl.range(0, end, BLOCK_L):
+        index_L = start + tl.arange(0, BLOCK_L)
+        inside_L = index_L < end
+        places_L = _places(table_ptr, index_L, inside_L, BLOCK_SIZE, G * D) + group * D
+        inside_LD = inside_L[:, None] & inside_D[None, :]
+        k_LD = tl.load(keys_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
+        v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
+        k_LD = k_LD.to(q_MD.dtype)
+        v_LD = v_LD.to(q_MD.dtype)
+        scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
+        visible_ML = index_L[None, :] <= (context + query_M)[:, None]
+        scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
+        # A row sees key 0 in the first tile, so its best is finite from then on.
+        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1))
+        weights_ML = tl.exp2(scores_ML - new_best_M[:, None])
+        shrink_M = tl.exp2(best_M - new_best_M)
+        mass_M = mass_M * shrink_M + tl.sum(weights_ML, axis=1)
+        sum_MD = sum_MD * shrink_M[:, None]
+        sum_MD = tl.dot(weights_ML.to(q_MD.dtype), v_LD, sum_MD, input_precision=PRECISION)
+        best_M = new_best_M
+    out_MD = (sum_MD / mass_M[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token_M[:, None] * (G * H * D) + column_MD, out_MD, mask=inside_MD)
+
+
+@triton.jit
+def _load_halves(ptr, inside, P: tl.constexpr):
+    a = tl.load(ptr, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(ptr + P, mask=inside, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _turn(
+    a_XP,
+    b_XP,
+    cos_1P,
+    sin_1P,
+    norm_ptr,
+    pairs_1P,
+    eps,
+    DTYPE: tl.constexpr,
+    P: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Norm and rotation of heads given as halves; rounded where the plain kernels round."""
+    if NORM:
+        norm_a_1P, norm_b_1P = _load_halves(norm_ptr + pairs_1P, pairs_1P < P, P)
+        scale_X1 = (1.0 / tl.sqrt_rn(tl.sum(a_XP * a_XP + b_XP * b_XP, axis=1) / (2 * P) + eps))[:, None]
+        a_XP = (a_XP * scale_X1 * norm_a_1P).to(DTYPE).to(tl.float32)
+        b_XP = (b_XP * scale_X1 * norm_b_1P).to(DTYPE).to(tl.float32)
+    return (a_XP * cos_1P - b_XP * sin_1P).to(DTYPE), (b_XP * cos_1P + a_XP * sin_1P).to(DTYPE)
+
+
+@triton.jit
+def _load_tile(
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    group,
+    start,
+    end,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Keys `start` to `end`, as halves, and their values; zeros beyond."""
+    P: tl.constexpr = D // 2
+    index_L = start + tl.arange(0, BLOCK_L)
+    inside_L = index_L < end
+    places_L = _places(table_ptr, index_L, inside_L, BLOCK_SIZE, G * D) + group * D
+    pairs_P = tl.arange(0, BLOCK_P)
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_LP = inside_L[:, None] & (pairs_P < P)[None, :]
+    halves_LP = keys_ptr + places_L[:, None] + pairs_P[None, :]
+    key_a_LP = tl.load(halves_LP, mask=inside_LP, other=0.0).to(DTYPE)
+    key_b_LP = tl.load(halves_LP + P, mask=inside_LP, other=0.0).to(DTYPE)
+    inside_LD = inside_L[:, None] & (dims_D < D)[None, :]
+    v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0).to(DTYPE)
+    return key_a_LP, key_b_LP, v_LD, inside_L
+
+
+@triton.jit
+def _attend_tile(
+    a_HP, b_HP, key_a_LP, key_b_LP, v_LD, inside_L, best_H, mass_H, sum_HD, scale, PRECISION: tl.constexpr
+):
+    scores_HL = tl.dot(a_HP, tl.trans(key_a_LP), input_precision=PRECISION)
+    scores_HL = tl.dot(b_HP, tl.trans(key_b_LP), scores_HL, input_precision=PRECISION) * scale
+    scores_HL = tl.where(inside_L[None, :], scores_HL, -float("inf"))
+    new_best_H = tl.maximum(best_H, tl.max(scores_HL, axis=1))
+    weights_HL = tl.exp2(scores_HL - new_best_H[:, None])
+    shrink_H = tl.exp2(best_H - new_best_H)
+    mass_H = mass_H * shrink_H + tl.sum(weights_HL, axis=1)
+    sum_HD = sum_HD * shrink_H[:, None]
+    sum_HD = tl.dot(weights_HL.to(v_LD.dtype), v_LD, sum_HD, input_precision=PRECISION)
+    return new_best_H, mass_H, sum_HD
+
+
+@triton.jit
+def decode_attention(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    lengths_ptr,
+    slot_mapping_ptr,
+    part_sums_ptr,
+    part_stats_ptr,
+    arrivals_ptr,
+    out_ptr,
+    table_stride,
+    eps,
+    scale,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PART_H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    CHUNK_S: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (sequence, group, split): one query's heads of a group over one part of its keys.
+
+    Takes the fused projection's row as it is: rotates the query itself; the last split also rotates the new
+    key and writes it and its value to the cache. The split that arrives last merges all.
+    """
+    P: tl.constexpr = D // 2
+    X: tl.constexpr = G * H + 2 * G
+    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    group = tl.program_id(1)
+    split = tl.program_id(2)
+    # Written by the step's first kernel: older than the direct predecessor.
+    last = tl.load(lengths_ptr + row) - 1
+    tiles_per_split = tl.cdiv(tl.cdiv(last + 1, BLOCK_L), NUM_SPLITS)
+    first = split * tiles_per_split * BLOCK_L
+    if first > last:
+        return
+    num_active = tl.cdiv(last + 1, tiles_per_split * BLOCK_L)
+    end = tl.minimum(first + tiles_per_split * BLOCK_L, last)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    heads_H = tl.arange(0, BLOCK_H)
+    pairs_1P = tl.arange(0, BLOCK_P)[None, :]
+    dims_D = tl.arange(0, BLOCK_D)
+    # The first tile of older keys is under way before the query is known.
+    key_a_LP, key_b_LP, v_LD, inside_L = _load_tile(
+        keys_ptr, values_ptr, table_ptr, group, first, end, G, D, BLOCK_D, BLOCK_P, BLOCK_L, BLOCK_SIZE, DTYPE
+    )
+    after_predecessors(PDL)
+
+    token_ptr = qkv_ptr + row.to(tl.int64) * (X * D)
+    cos_1P = tl.load(cos_ptr + row * P + pairs_1P, mask=pairs_1P < P, other=0.0)
+    sin_1P = tl.load(sin_ptr + row * P + pairs_1P, mask=pairs_1P < P, other=0.0)
+    inside_HP = (heads_H < H)[:, None] & (pairs_1P < P)
+    a_HP, b_HP = _load_halves(token_ptr + (group * H + heads_H)[:, None] * D + pairs_1P, inside_HP, P)
+    a_HP, b_HP = _turn(a_HP, b_HP, cos_1P, sin_1P, query_norm_ptr, pairs_1P, eps, DTYPE, P, NORM)
+
+    # The new token's own key and value never come from the cache.
+    best_H = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    mass_H = tl.zeros([BLOCK_H], tl.float32)
+    sum_HD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if split == num_active - 1:
+        key_ptr = token_ptr + (G * H + group) * D
+        key_a_1P, key_b_1P = _load_halves(key_ptr + pairs_1P, pairs_1P < P, P)
+        key_a_1P, key_b_1P = _turn(
+            key_a_1P, key_b_1P, cos_1P, sin_1P, key_norm_ptr, pairs_1P, eps, DTYPE, P, NORM
+        )
+        value_D = tl.load(key_ptr + G * D + dims_D, mask=dims_D < D, other=0.0)
+        place = tl.load(slot_mapping_ptr + row) * (G * D) + group * D
+        tl.store(keys_ptr + place + pairs_1P, key_a_1P, mask=pairs_1P < P)
+        tl.store(keys_ptr + place + P + pairs_1P, key_b_1P, mask=pairs_1P < P)
+        tl.store(values_ptr + place + dims_D, value_D, mask=dims_D < D)
+        products_HP = a_HP.to(tl.float32) * key_a_1P.to(tl.float32)
+        products_HP += b_HP.to(tl.float32) * key_b_1P.to(tl.float32)
+        best_H = tl.sum(products_HP, axis=1) * scale
+        mass_H += 1.0
+        sum_HD += value_D.to(tl.float32)[None, :]
+
+    if first < end:
+        best_H, mass_H, sum_HD = _attend_tile(
+            a_HP, b_HP, key_a_LP, key_b_LP, v_LD, inside_L, best_H, mass_H, sum_HD, scale, PRECISION
+        )
+    for start in tl.range(first + BLOCK_L, end, BLOCK_L):
+        key_a_LP, key_b_LP, v_LD, inside_L = _load_tile(
+            keys_ptr,
+            values_ptr,
+            table_ptr,
+            group,
+            start,
+            end,
+            G,
+            D,
+            BLOCK_D,
+            BLOCK_P,
+            BLOCK_L,
+            BLOCK_SIZE,
+            DTYPE,
+        )
+        best_H, mass_H, sum_HD = _attend_tile(
+            a_HP, b_HP, key_a_LP, key_b_LP, v_LD, inside_L, best_H, mass_H, sum_HD, scale, PRECISION
+        )
+
+    out_ptr += row.to(tl.int64) * (G * H * D) + group * H * D
+    inside_HD = (heads_H < H)[:, None] & (dims_D < D)[None, :]
+    if num_active == 1:
+        out_HD = (sum_HD / mass_H[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + heads_H[:, None] * D + dims_D[None, :], out_HD, mask=inside_HD)
+        return
+    pair = (row * G + group).to(tl.int64)
+    part = (pair * NUM_SPLITS + split) * PART_H + heads_H
+    tl.store(part_sums_ptr + part[:, None] * D + dims_D[None, :], sum_HD, mask=inside_HD)
+    tl.store(part_stats_ptr + part * 2, best_H, mask=heads_H < H)
+    tl.store(part_stats_ptr + part * 2 + 1, mass_H, mask=heads_H < H)
+    tl.debug_barrier()  # all threads' parts are out before one of them says so
+    if tl.atomic_add(arrivals_ptr + pair, 1, sem="acq_rel") != num_active - 1:
+        return
+    tl.store(arrivals_ptr + pair, 0)
+    _merge(
+        part_sums_ptr + pair * (NUM_SPLITS * PART_H * D),
+        part_stats_ptr + pair * (NUM_SPLITS * PART_H * 2),
+        out_ptr,
+        num_active,
+        H,
+        PART_H,
+        D,
+        BLOCK_D,
+        NUM_SPLITS,
+        CHUNK_S,
+    )
+
+
+@triton.jit
+def _merge(
+    sums_ptr,
+    stats_ptr,
+    out_ptr,
+    num_active,
+    H: tl.constexpr,
+    PART_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    CHUNK_S: tl.constexpr,
+):
+    heads_H = tl.arange(0, PART_H)
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_H = heads_H < H
+    splits_S = tl.arange(0, NUM_SPLITS)
+    inside_SH = (splits_S < num_active)[:, None] & inside_H[None, :]
+    stats_SH = stats_ptr + (splits_S[:, None] * PART_H + heads_H[None, :]) * 2
+    best_SH = tl.load(stats_SH, mask=inside_SH, other=-float("inf"))
+    best_H = tl.where(inside_H, tl.max(best_SH, axis=0), 0.0)
+    shares_SH = tl.exp2(best_SH - best_H[None, :])
+    mass_H = tl.sum(tl.load(stats_SH + 1, mask=inside_SH, other=0.0) * shares_SH, axis=0)
+    mass_H = tl.where(inside_H, mass_H, 1.0)
+    sum_HD = tl.zeros([PART_H, BLOCK_D], tl.float32)
+    for start in tl.range(0, num_active, CHUNK_S):
+        chunk_C = start + tl.arange(0, CHUNK_S)
+        inside_CH = (chunk_C < num_active)[:, None] & inside_H[None, :]
+        part_CH = chunk_C[:, None] * PART_H + heads_H[None, :]
+        part_CHD = tl.load(
+            sums_ptr + part_CH[:, :, None] * D + dims_D[None, None, :],
+            mask=inside_CH[:, :, None] & (dims_D < D)[None, None, :],
+            other=0.0,
+        )
+        part_best_CH = tl.load(stats_ptr + part_CH * 2, mask=inside_CH, other=-float("inf"))
+        part_shares_CH = tl.exp2(part_best_CH - best_H[None, :])
+        sum_HD += tl.sum(part_CHD * part_shares_CH[:, :, None], axis=0)
+    out_HD = (sum_HD / mass_H[:, None]).to(out_ptr.dtype.element_ty)
+    inside_HD = inside_H[:, None] & (dims_D < D)[None, :]
+    tl.store(out_ptr + heads_H[:, None] * D + dims_D[None, :], out_HD, mask=inside_HD)

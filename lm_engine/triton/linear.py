@@ -1,0 +1,182 @@
+"""Linears: the library's for many rows, our own for few, where reading the weights is all the work.
+
+Shapes: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from lm_engine.triton.jit.linear import gemv, skinny_gemm
+from lm_engine.triton.launch import dot_precision, interpreted, launch_options, next_power
+
+MAX_SKINNY_ROWS = 64
+_MAX_TILES = 1 << 14  # of a split linear
+_NUM_PROCESSORS = 132
+_MAX_PREFETCH = 512  # inputs of each output: 1 KiB
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tile sizes of one launch. One row: `programs` of each multiprocessor stride over the outputs. More
+    rows: the inputs are cut into `splits` parts."""
+
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int = 1
+    splits: int = 1
+    programs: int = 1
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm of the input, fused in."""
+
+    weight_I: Tensor
+    eps: float
+
+
+class TritonLinear:
+    """Keeps the weight as it came, [O, I]. `arrivals`: zeros before and after each launch."""
+
+    def __init__(
+        self, weight_OI: Tensor, bias_O: Tensor | None, float32_output: bool, arrivals: Tensor
+    ) -> None:
+        assert weight_OI.dim() == 2
+        assert weight_OI.is_contiguous()
+        assert bias_O is None or bias_O.shape == weight_OI.shape[:1]
+        self.out_features, self.in_features = weight_OI.shape
+        self.weight_OI = weight_OI
+        self.bias_O = bias_O
+        self.float32_output = float32_output
+        self._arrivals = arrivals
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        x_MI = x_TI.reshape(-1, self.in_features)
+        if 0 < x_MI.shape[0] <= MAX_SKINNY_ROWS:
+            return self.fused(x_MI).view(*x_TI.shape[:-1], self.out_features)
+        y_TO = functional.linear(x_TI, self.weight_OI, self.bias_O)
+        return y_TO.float() if self.float32_output else y_TO
+
+    def fused(
+        self,
+        x_MI: Tensor,
+        *,
+        norm: Norm | None = None,
+        residual_MO: Tensor | None = None,
+        gated: bool = False,
+        blocks: Blocks | None = None,
+    ) -> Tensor:
+        """Linear of at most MAX_SKINNY_ROWS rows. `norm`: of x, for one row only. `gated`: the outputs are
+        [gate; up] and silu(gate) · up is returned. With `residual_MO` the result is added into it, and it is
+        returned."""
+        num_rows = x_MI.shape[0]
+        num_outputs = self.out_features // 2 if gated else self.out_features
+        assert x_MI.is_contiguous()
+        assert x_MI.shape == (num_rows, self.in_features)
+        assert 0 < num_rows <= MAX_SKINNY_ROWS
+        assert not (gated and self.bias_O is not None)
+        out_MO = residual_MO
+        if out_MO is None:
+            dtype = torch.float32 if self.float32_output else x_MI.dtype
+            out_MO = torch.empty(num_rows, num_outputs, dtype=dtype, device=x_MI.device)
+        assert out_MO.shape == (num_rows, num_outputs)
+        assert out_MO.is_contiguous()
+        blocks = blocks or choose_blocks(num_rows, num_outputs, self.in_features, gated)
+        if num_rows == 1:
+            self._launch_row(x_MI, norm, residual_MO, out_MO, gated, blocks)
+        else:
+            assert norm is None, "a norm is fused for one row only"
+            self._launch_rows(x_MI, residual_MO, out_MO, gated, blocks)
+        return out_MO
+
+    def _launch_row(
+        self,
+        x_1I: Tensor,
+        norm: Norm | None,
+        residual_1O: Tensor | None,
+        out_1O: Tensor,
+        gated: bool,
+        blocks: Blocks,
+    ) -> None:
+        num_outputs = out_1O.shape[1]
+        num_programs = min(triton.cdiv(num_outputs, blocks.outputs), blocks.programs * _NUM_PROCESSORS)
+        gemv[(num_programs,)](
+            x_1I,
+            self.weight_OI,
+            self.bias_O,
+            None if norm is None else norm.weight_I,
+            residual_1O,
+            out_1O,
+            num_outputs,
+            0.0 if norm is None else norm.eps,
+            K=self.in_features,
+            BLOCK_N=blocks.outputs,
+            BLOCK_K=next_power(self.in_features),
+            NORM=norm is not None,
+            BIAS=self.bias_O is not None,
+            RESIDUAL=residual_1O is not None,
+            GATED=gated,
+            num_warps=blocks.num_warps,
+            **launch_options(x_1I.device),
+        )
+
+    def _launch_rows(
+        self, x_MI: Tensor, residual_MO: Tensor | None, out_MO: Tensor, gated: bool, blocks: Blocks
+    ) -> None:
+        num_rows, num_outputs = out_MO.shape
+        num_tiles = triton.cdiv(num_outputs, blocks.outputs)
+        block_m = max(next_power(num_rows), 16)
+        parts = None
+        if blocks.splits > 1:
+            assert not gated
+            assert num_tiles <= self._arrivals.shape[0]
+            shape = (num_tiles, blocks.splits, blocks.outputs, block_m)
+            parts = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
+        skinny_gemm[(num_tiles, blocks.splits)](
+            x_MI,
+            self.weight_OI,
+            self.bias_O,
+            residual_MO,
+            out_MO,
+            parts,
+            self._arrivals,
+            num_rows,
+            num_outputs,
+            K=self.in_features,
+            BLOCK_M=block_m,
+            BLOCK_N=blocks.outputs,
+            BLOCK_K=blocks.inputs,
+            SPLITS=blocks.splits,
+            PREFETCH_K=max(64, min(next_power(self.in_features // blocks.splits), _MAX_PREFETCH)),
+            BIAS=self.bias_O is not None,
+            RESIDUAL=residual_MO is not None,
+            GATED=gated,
+            PRECISION=dot_precision(x_MI.dtype),
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            **launch_options(x_MI.device),
+        )
+
+
+def make_arrivals(device: torch.device) -> Tensor:
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def choose_blocks(num_rows: int, num_outputs: int, num_inputs: int, gated: bool) -> Blocks:
+    """As measured on an H200; programs must be a few for each of 132 multiprocessors."""
+    if interpreted():
+        return Blocks(16, 32, 1, splits=1 if gated else 2)
+    if num_rows == 1:
+        if num_inputs > 4096:
+            return Blocks(1, 0, 16, programs=1)
+        return Blocks(2 if gated else 4, 0, 8, programs=3)
+    inputs = 128 if num_inputs >= 128 else 64
+    splits = 1 if gated or num_outputs > 8192 else 4
+    return Blocks(64, inputs, 4, 4, splits=splits)

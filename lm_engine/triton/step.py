@@ -1,0 +1,120 @@
+"""The two ends of a decode step on the device: inputs from the request table, the next token back into it.
+
+Shapes: R rows, A position axes, M blocks of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from lm_engine.model import AttentionMetadata
+from lm_engine.request_table import RequestTable
+from lm_engine.sampler import MIN_TEMPERATURE
+from lm_engine.triton.jit.step import decode_inputs, draw_tokens
+from lm_engine.triton.launch import launch_options, next_power
+
+_VOCABULARY_BLOCK = 2048
+_TABLE_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Memory of one batch size that outlives the step, so that a graph may name it."""
+
+    packed_4R: Tensor  # int32: RequestTable.pack_decodes; slot -1 = padding
+    token_ids_R: Tensor
+    positions_AR: Tensor
+    metadata: AttentionMetadata
+    results_2R: Tensor  # int32: token, and whether its logits were finite
+
+    @classmethod
+    def allocate(cls, num_rows: int, table: RequestTable) -> DecodeBuffers:
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=table.device)
+
+        packed_4R = integers(4, num_rows)
+        packed_4R[0] = -1
+        metadata = AttentionMetadata(
+            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=table.device),
+            sequence_lengths=integers(num_rows),
+            block_tables=integers(num_rows, table.block_tables.shape[1]),
+            slot_mapping=integers(num_rows, dtype=torch.int64),
+            max_query_length=1,
+            max_sequence_length=table.max_length,
+            host_query_starts=(),  # lengths are the device's alone
+            host_sequence_lengths=(),
+        )
+        return cls(
+            packed_4R=packed_4R,
+            token_ids_R=integers(num_rows, dtype=torch.int64),
+            positions_AR=integers(table.positions.shape[0], num_rows, dtype=torch.int64),
+            metadata=metadata,
+            results_2R=integers(2, num_rows),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.packed_4R.shape[1]
+
+
+def prepare_inputs(buffers: DecodeBuffers, table: RequestTable) -> None:
+    """Fills the buffers from the table at the packed rows; appends their new blocks to the table."""
+    metadata = buffers.metadata
+    assert metadata.block_tables.stride(0) == table.block_tables.stride(0)
+    decode_inputs[(buffers.num_rows,)](
+        buffers.packed_4R,
+        table.token_ids,
+        table.positions,
+        table.num_prompt,
+        table.position_delta,
+        table.block_tables,
+        buffers.token_ids_R,
+        buffers.positions_AR,
+        metadata.sequence_lengths,
+        metadata.slot_mapping,
+        metadata.block_tables,
+        buffers.num_rows,
+        table.token_ids.stride(0),
+        table.positions.stride(1),
+        table.positions.stride(0),
+        table.block_tables.stride(0),
+        A=table.positions.shape[0],
+        BLOCK_SIZE=table.block_size,
+        BLOCK_M=min(_TABLE_BLOCK, next_power(table.block_tables.shape[1])),
+    )
+
+
+def draw(logits_RV: Tensor, buffers: DecodeBuffers, table: RequestTable, arrivals_R: Tensor) -> None:
+    """Greedy or plain temperature, as `sampler.sample` draws, into `results_2R` and the table. `arrivals_R`:
+    zeros before and after."""
+    num_rows, vocabulary = logits_RV.shape
+    assert logits_RV.dtype == torch.float32
+    assert logits_RV.is_contiguous()
+    assert num_rows == buffers.num_rows <= arrivals_R.shape[0]
+    num_chunks = triton.cdiv(vocabulary, _VOCABULARY_BLOCK)
+    values = torch.empty(num_rows, num_chunks, 2, dtype=torch.float32, device=table.device)
+    tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=table.device)
+    draw_tokens[(num_rows, num_chunks)](
+        logits_RV,
+        buffers.packed_4R,
+        table.floats,
+        table.seed,
+        table.token_ids,
+        values,
+        tokens,
+        arrivals_R,
+        buffers.results_2R,
+        num_rows,
+        table.floats.stride(0),
+        table.token_ids.stride(0),
+        MIN_TEMPERATURE,
+        V=vocabulary,
+        BLOCK_V=min(_VOCABULARY_BLOCK, next_power(vocabulary)),
+        NUM_CHUNKS=num_chunks,
+        BLOCK_C=next_power(num_chunks),
+        **launch_options(table.device),
+    )

@@ -1,0 +1,94 @@
+"""Decode steps by CUDA graph: the tokens of the same steps run one kernel after another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from contracts.params import SamplingParams
+from lm_engine.decoder import Decoder
+from lm_engine.graphs import bucket
+from lm_engine.layers.selection import select_kernels
+from lm_engine.model import RopeConfig
+from tests.lm_engine.random_decoder import RandomSource, tiny_config
+from tests.lm_engine.stepping import TIMEOUT_S, Host, greedy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PLAIN = [greedy(), SamplingParams(temperature=0.7), SamplingParams(temperature=1.3, min_tokens=3), greedy()]
+OTHER = [
+    SamplingParams(temperature=0.8, top_k=20),
+    greedy(logprobs=2),
+    SamplingParams(temperature=1.0, frequency_penalty=0.7),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids=["rope", "mrope"])
+def decoder(request):
+    section = None if request.param == 1 else (4, 2, 2)
+    inv_freq = tuple(1e4 ** (-p / 8) for p in range(8))
+    config = tiny_config(
+        head_dim=16,
+        hidden_size=64,
+        intermediate_size=96,
+        qkv_bias=True,
+        rope=RopeConfig(1e4, inv_freq, mrope_section=section),
+    )
+    device = torch.device("cuda")
+    return Decoder(config, RandomSource(device=device), select_kernels("triton", device, torch.float32))
+
+
+def generate(decoder, kinds, *, graphs, num_steps=40):
+    """Every sequence's tokens and log-probabilities; all steps are submitted ahead of all results."""
+    with Host(decoder, block_size=16, max_length=160, cuda_graphs=graphs) as host:
+        counts = []
+        for slot, kind in enumerate(kinds):
+            tokens = np.random.default_rng(slot).integers(0, 97, 5 + 13 * slot).tolist()
+            counts.append((slot, len(tokens)))
+            host.admit(slot, tokens, sampling=kind, seed=slot, delta=2 - slot, stop_token_ids=(1, 2))
+        futures = [host.submit(*counts)]
+        futures += [host.submit(*((slot, 1) for slot, _ in counts)) for _ in range(num_steps)]
+        results = [future.result(TIMEOUT_S) for future in futures]
+        if graphs:
+            assert host.runner._graphs._captured
+        table = host.runner.table.token_ids.cpu()
+    assert not any(result.failed_slots for result in results)
+    drawn = {slot: [s.token_id for r in results for s in r.sampled if s.slot == slot] for slot, _ in counts}
+    for slot, length in counts:
+        assert table[slot, length : length + num_steps + 1].tolist() == drawn[slot]
+    logprobs = [s.logprobs.chosen for r in results for s in r.sampled if s.logprobs is not None]
+    return drawn, logprobs
+
+
+@pytest.mark.parametrize("kinds", [PLAIN[:1], PLAIN[:3], PLAIN, [*PLAIN, *OTHER]], ids=["1", "3", "4", "7"])
+def test_a_graph_draws_what_the_kernels_draw(decoder, kinds):
+    """Batches that fill their graph and one that does not; rows with more than a temperature among them."""
+    expected, expected_logprobs = generate(decoder, kinds, graphs=False)
+    found, found_logprobs = generate(decoder, kinds, graphs=True)
+    assert found == expected
+    np.testing.assert_allclose(found_logprobs, expected_logprobs, atol=1e-4)
+
+
+def test_all_graphs_are_captured_ahead(decoder):
+    with Host(decoder, block_size=16, max_length=160) as host:
+        assert host.runner.capture_graphs() == 4  # 1, 2, 4, 8
+        assert host.runner.capture_graphs() == 4
+
+
+def test_infinite_logits_fail_their_row_alone(decoder):
+    with Host(decoder, block_size=16, max_length=160) as host:
+        for slot in range(2):
+            host.admit(slot, [1, 2, 3])
+        first = host.step((0, 3), (1, 3))
+        host.kv.values[0, host.runner.table.block_tables[1, 0]] = torch.nan
+        result = host.step((0, 1), (1, 1))
+        assert first.failed_slots == ()
+        assert result.failed_slots == (1,)
+        assert host.step((0, 1)).failed_slots == ()
+
+
+def test_batches_round_up():
+    assert [bucket(n, 50) for n in (1, 3, 8, 9, 33, 41, 49, 50)] == [1, 4, 8, 16, 40, 48, 50, 50]

@@ -1,0 +1,243 @@
+"""The Triton kernels against formulas in float64 and the plain kernels, on the GPU if there is one, else in
+Triton's interpreter. Collected through test_triton.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from contracts.errors import EngineError
+from lm_engine.attention.reference import SequenceAttention
+from lm_engine.attention.triton import TritonAttention, choose_splits
+from lm_engine.decoder import Decoder
+from lm_engine.layers.kernels import HeadShape, QKNorm
+from lm_engine.layers.reference import ReferenceKernels
+from lm_engine.layers.selection import select_kernels
+from lm_engine.model import AttentionMetadata, PagedKV, RopeConfig
+from lm_engine.triton.kernels import TritonKernels
+from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
+from tests.lm_engine.random_decoder import RandomSource, tiny_config
+from tests.lm_engine.test_attention import MIXES, Case
+
+torch.set_num_threads(1)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.bfloat16) if DEVICE.type == "cuda" else (torch.float32,)
+ROPE = RopeConfig(theta=1e4, inv_freq=tuple(1e4 ** (-p / 8) for p in range(8)))
+MROPE = dataclasses.replace(ROPE, mrope_section=(4, 2, 2))
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return TritonKernels(DEVICE)
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_near(found, expected, dtype):
+    """Within a rounding of the value plus as much of the tensor's typical size."""
+    expected = expected.double()
+    assert found.shape == expected.shape
+    bound = TOLERANCE[dtype] * (expected.abs() + expected.square().mean().sqrt() + 1e-6)
+    error = (found.double() - expected).abs()
+    assert bool((error <= bound).all()), f"worst {(error / bound).max().item():.2f} of the bound"
+
+
+def exact_norm(x, weight, eps):
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+# --- layers -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [24, 64])
+def test_norms(kernels, dtype, width):
+    x, residual, weight = (
+        normal(*s, seed=i, dtype=dtype) for i, s in enumerate([(3, width)] * 2 + [(width,)])
+    )
+    assert_near(kernels.rms_norm(x, weight, 1e-3), exact_norm(x, weight, 1e-3), dtype)
+    total = x + residual
+    normed, summed = kernels.add_rms_norm(x.clone(), residual, weight, 1e-3)
+    assert summed is residual
+    assert torch.equal(summed, total)
+    assert_near(normed, exact_norm(total, weight, 1e-3), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [5, 1500])
+def test_silu_mul(kernels, dtype, width):
+    gate_up = normal(2, 2 * width, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(kernels.silu_mul(gate_up), gate * torch.sigmoid(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("heads", [HeadShape(4, 2, 8), HeadShape(3, 1, 20)])
+def test_split_rope(kernels, dtype, with_norm, heads):
+    qkv, angles = normal(3, heads.width, dtype=dtype), normal(3, heads.head_dim // 2, seed=3)
+    weights = [normal(heads.head_dim, seed=seed, dtype=dtype) for seed in (4, 5)]
+    norm = QKNorm(*weights, 1e-6) if with_norm else None
+    found = kernels.split_rope(qkv.clone(), heads, angles.cos(), angles.sin(), norm)
+    expected = ReferenceKernels().split_rope(qkv.clone(), heads, angles.cos(), angles.sin(), norm)
+    for ours, plain in zip(found, expected, strict=True):
+        assert_near(ours, plain, dtype)
+
+
+# --- linears ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 19])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 40), (32, 17)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_linear_with_all_that_is_fused_in(dtype, num_rows, num_inputs, num_outputs, gated):
+    x = normal(num_rows, num_inputs, dtype=dtype)
+    weight = normal((1 + gated) * num_outputs, num_inputs, seed=1, dtype=dtype) * num_inputs**-0.5
+    bias = None if gated else normal(num_outputs, seed=2, dtype=dtype)
+    norm_weight, residual = (
+        normal(num_inputs, seed=3, dtype=dtype),
+        normal(num_rows, num_outputs, seed=4, dtype=dtype),
+    )
+    norm = Norm(norm_weight, 1e-3) if num_rows == 1 else None
+    normed = x.double() if norm is None else exact_norm(x, norm_weight, 1e-3)
+    expected = normed @ weight.double().T
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = gate * torch.sigmoid(gate) * up
+    else:
+        expected += bias.double()
+    expected += residual.double()
+    before = x.clone()
+    arrivals = make_arrivals(DEVICE)
+    linear = TritonLinear(weight, bias, False, arrivals)
+    blocks = Blocks(64, 32, 4, 3, splits=1 if gated else 2) if DEVICE.type == "cuda" else None
+    found = linear.fused(x, norm=norm, residual_MO=residual, gated=gated, blocks=blocks)
+    assert found is residual
+    assert torch.equal(x, before)
+    assert not arrivals.any()
+    assert_near(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 70])
+def test_a_plain_linear_for_few_rows_and_many(kernels, dtype, num_rows):
+    x, weight = normal(num_rows, 32, dtype=dtype), normal(24, 32, seed=1, dtype=dtype)
+    for float32_output in (True, False):
+        found = kernels.pack_linear(weight, float32_output=float32_output)(x)
+        assert found.dtype == (torch.float32 if float32_output else dtype)
+        assert_near(found, x.double() @ weight.double().T, dtype)
+    assert kernels.pack_linear(weight)(x[:0]).shape == (0, 24)
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+LENGTHS = {**MIXES, "decodes": [(5, 1), (0, 1), (131, 1), (32, 1), (31, 1)]}
+
+
+def on_device(case):
+    moved = {
+        name: value.to(DEVICE)
+        for name, value in vars(case.metadata).items()
+        if isinstance(value, torch.Tensor)
+    }
+    case.metadata = AttentionMetadata(**{**vars(case.metadata), **moved})
+    case.kv = PagedKV(case.kv.keys.to(DEVICE), case.kv.values.to(DEVICE))
+    case.history = [[part.to(DEVICE) for part in parts] for parts in case.history]
+    case.q_TND, case.k_TGD, case.v_TGD = (x.to(DEVICE) for x in (case.q_TND, case.k_TGD, case.v_TGD))
+    return case
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", ["mixed", "decodes"])
+@pytest.mark.parametrize(("heads", "groups", "head_dim", "block_size"), [(6, 2, 16, 16), (4, 4, 24, 32)])
+def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block_size):
+    shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
+    case = on_device(Case(LENGTHS[mix], **shape))
+    found, kv = case.attend(TritonAttention(DEVICE))
+    assert_near(found, case.dense(), dtype)
+    _, expected_kv = case.attend(SequenceAttention())
+    assert torch.equal(kv.keys, expected_kv.keys)
+    assert torch.equal(kv.values, expected_kv.values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode"])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 1, 24)])
+def test_from_the_projection_through_rotation_and_cache(dtype, with_norm, mix, heads, groups, head_dim):
+    """Both fused paths: chunks in one launch, decodes with split keys. Twice: counters must come back."""
+    case = on_device(
+        Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
+    )
+    shape = HeadShape(heads, groups, head_dim)
+    num_tokens = len(case.q_TND)
+    qkv, angles = normal(num_tokens, shape.width, dtype=dtype), normal(num_tokens, head_dim // 2, seed=3)
+    weights = [normal(head_dim, seed=seed, dtype=dtype) for seed in (4, 5)]
+    norm = QKNorm(*weights, 1e-6) if with_norm else None
+    plain, ours = ReferenceKernels(), TritonAttention(DEVICE)
+    turned = plain.split_rope(qkv.clone(), shape, angles.cos(), angles.sin(), norm)
+    case.q_TND, case.k_TGD, case.v_TGD = turned
+    expected = case.dense().flatten(1)
+    _, expected_kv = case.attend(SequenceAttention())
+    for _ in range(2):
+        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone())
+        rows = (qkv.clone(), shape, angles.cos(), angles.sin(), norm)
+        found = ours.rotate_and_attend(*rows, kv, 1, case.metadata)
+        assert_near(found, expected, dtype)
+        assert_near(kv.keys, expected_kv.keys, dtype)
+        assert torch.equal(kv.values, expected_kv.values)
+    assert not ours._arrivals.any()
+
+
+def test_decodes_are_split_where_programs_are_few():
+    assert choose_splits(2, 4096) == 64
+    assert choose_splits(64, 4096) == 8
+    assert choose_splits(1024, 4096) == 1
+    assert choose_splits(2, 1) == 1
+
+
+# --- the whole decoder --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True, "rope": MROPE}])
+@pytest.mark.parametrize("mix", ["decodes", "mixed"])
+def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
+    """Decodes go the fused way, mixed steps layer by layer."""
+    config = tiny_config(**{"head_dim": 16, "rope": ROPE, **changes})
+    source = RandomSource(device=DEVICE)
+    plain, ours = (Decoder(config, source, k) for k in (ReferenceKernels(), kernels))
+    case = on_device(Case(LENGTHS[mix], block_size=16, heads=4, groups=2, head_dim=16))
+    assert kernels.fused_pass.takes(case.metadata) == (mix == "decodes")
+    num_tokens = len(case.q_TND)
+    token_ids = torch.arange(num_tokens, device=DEVICE) % config.vocab_size
+    axes = torch.arange(1, 1 + config.num_position_axes, device=DEVICE)
+    positions = torch.arange(num_tokens, device=DEVICE)[None] * axes[:, None]
+    outputs, caches = [], []
+    for decoder in (plain, ours):
+        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone())
+        hidden = decoder.forward(decoder.embed(token_ids), positions, kv, decoder.attention, case.metadata)
+        outputs.append(decoder.logits(hidden))
+        caches.append(kv)
+    assert_near(outputs[1], outputs[0], torch.float32)
+    assert_near(caches[1].keys, caches[0].keys, torch.float32)
+
+
+def test_foreign_attention_goes_with_the_kernels(kernels):
+    decoder = Decoder(tiny_config(head_dim=16, rope=ROPE), RandomSource(device=DEVICE), kernels)
+    case = on_device(Case(LENGTHS["decodes"], block_size=16, heads=4, groups=2, head_dim=16))
+    token_ids = torch.arange(len(case.q_TND), device=DEVICE)
+    outputs = []
+    for attention in (decoder.attention, SequenceAttention()):
+        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone())
+        outputs.append(
+            decoder.forward(decoder.embed(token_ids), token_ids[None], kv, attention, case.metadata)
+        )
+    assert_near(outputs[1], outputs[0], torch.float32)
+
+
+def test_selection_by_name():
+    assert select_kernels("triton", DEVICE, torch.float32).name == "triton"
+    with pytest.raises(EngineError, match="triton"):
+        select_kernels("triton", torch.device("meta"), torch.float32)
+    with pytest.raises(EngineError, match="float64"):
+        select_kernels("triton", DEVICE, torch.float64)
