@@ -32,6 +32,8 @@ class ShmReceiver:
         """What was sent before the sender closed or died is still delivered."""
         waited = False
         while True:
+            if self._queue:
+                return self._deliver()
             if self._closed:
                 raise PeerLost(f"edge {self._ring.description.name} is closed")
             self._bell.watch(self._heard)  # before the look at the words: what comes after it is heard
@@ -40,7 +42,7 @@ class ShmReceiver:
             gone = self._ring.is_gone("sender", self._epoch)  # before the last look for chunks
             self._collect()
             if self._queue:
-                return self._deliver()
+                continue
             if gone:
                 raise PeerLost(f"edge {self._ring.description.name} has lost its sender")
             self.stats.waits_total += not waited

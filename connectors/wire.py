@@ -119,4 +119,7 @@ def _view(
     memory: Memory, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     assert offset + nbytes <= len(memory.pages), f"{nbytes} bytes at {offset} of {len(memory.pages)}"
-    return memory.data[offset : offset + nbytes].view(dtype).view(shape)
+    if nbytes == 0:
+        return memory.data[:0].view(dtype).view(shape)
+    count = nbytes // dtype.itemsize
+    return torch.frombuffer(memory.pages, dtype=dtype, count=count, offset=offset).view(shape)

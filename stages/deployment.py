@@ -77,7 +77,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: Literal["fcfs", "priority", "fair", "cache_aware"] = "fcfs"
     prefix_cache: bool = True
     overlap: bool = True
-    kernels: Literal["auto", "reference", "native"] = "auto"
+    kernels: Literal["auto", "reference", "native", "triton"] = "auto"
 
 
 class StepBounds(msgspec.Struct, frozen=True, kw_only=True):

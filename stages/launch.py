@@ -183,7 +183,11 @@ def _worker_lost(
     spec: WorkerSpec, again: bool, rings: dict[tuple[str, str], ShmEdge], coordinator: Coordinator
 ) -> None:
     for (source, target), ring in rings.items():
-        if source in spec.stages or target in spec.stages:
+        if source in spec.stages:
+            ring.mark_dead("sender")
+        if target in spec.stages:
+            ring.mark_dead("receiver")
+        if again and (source in spec.stages or target in spec.stages):
             ring.reset()
     for stage in spec.stages:
         coordinator.stage_lost(stage, restarts=again)

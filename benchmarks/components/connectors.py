@@ -2,7 +2,8 @@
 
     python -m benchmarks.components.connectors [--pings 3000] [--rounds 7] [--messages 1000000] [--cores 0,1]
 
-Latency is from before `send` to after `receive` returns in the other process, one chunk under way at a time.
+Latency is from before `send` to after `receive` returns in the other process, one chunk under way at a time;
+its floor is half a round trip of bare eventfds, what the kernel takes to wake the other process.
 Bandwidth is that of a stream, each chunk released as it arrives, its bytes not read; the floor is one thread
 copying the same tensor with the C library's memcpy into memory of its own, measured in turns with it.
 Like benchmarks.preprocessing it imports the code it measures.
@@ -36,6 +37,8 @@ STREAM_BYTES = 256 * MIB  # of one round
 POOL_BYTES = 192 * MIB
 MAX_CHUNKS = 64
 WARM_UP_PINGS = 200
+MEMORY_STREAM = "memory"  # its answers say how much memory the child holds
+STOP_BELL = 0xFFFF
 WARM_UP_MESSAGES = 20_000  # before the resident memory is read for the first time
 
 
@@ -65,8 +68,39 @@ async def answer(ends: Ends) -> None:
             sender.close()
             return
         if last:
-            meta: dict[str, int | float | str] = {"latency_ns": latency_ns, "resident": resident_bytes()}
+            meta: dict[str, int | float | str] = {"latency_ns": latency_ns}
+            meta |= {"resident": resident_bytes()} if chunk.stream == MEMORY_STREAM else {}
             await sender.send(Chunk(request_id, "answer", 0, True, {}, meta))
+
+
+def answer_bells(fds: Sequence[int]) -> None:
+    """The child of the latency's floor: blocks on the one bell, rings the other, until STOP_BELL."""
+    while os.eventfd_read(fds[0]) < STOP_BELL:
+        os.eventfd_write(fds[1], 1)
+
+
+def bell_latencies_us(pings: int, core: int | None) -> list[float]:
+    fds = os.eventfd(0), os.eventfd(0)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.components.connectors",
+        "--answer-bells",
+        f"{fds[0]},{fds[1]}",
+    ]
+    command += [] if core is None else ["--cores", str(core)]
+    process = subprocess.Popen(command, pass_fds=fds)
+    taken = []
+    for _ in range(WARM_UP_PINGS + pings):
+        start_ns = time.monotonic_ns()
+        os.eventfd_write(fds[0], 1)
+        os.eventfd_read(fds[1])
+        taken.append((time.monotonic_ns() - start_ns) / 2e3)
+    os.eventfd_write(fds[0], STOP_BELL)
+    process.wait()
+    for fd in fds:
+        os.close(fd)
+    return sorted(taken[WARM_UP_PINGS:])
 
 
 class Peer:
@@ -82,15 +116,16 @@ class Peer:
             msgspec.json.encode(ends).decode(),
         ]
         command += [] if core is None else ["--cores", str(core)]
+        self.core = core
         self.process = subprocess.Popen(command, pass_fds=forth.fds + back.fds)
         self._sender, self._receiver = ShmSender(forth.description()), ShmReceiver(back.description())
 
-    async def exchange(self, tensor: torch.Tensor, count: int = 1) -> Chunk:
+    async def exchange(self, tensor: torch.Tensor, count: int = 1, stream: str = "s") -> Chunk:
         """A stream of `count` chunks; the answer to its last."""
         for seq in range(count):
             last = seq == count - 1
             meta: dict[str, int | float | str] = {"sent_ns": time.monotonic_ns()} if last else {}
-            await self._sender.send(Chunk("r", "s", seq, last, {"x": tensor}, meta))
+            await self._sender.send(Chunk("r", stream, seq, last, {"x": tensor}, meta))
         chunk = await self._receiver.receive()
         self._receiver.release(chunk)
         return chunk
@@ -130,13 +165,14 @@ async def bandwidths(peer: Peer, nbytes: int, rounds: int) -> tuple[list[float],
 
 
 async def report(peer: Peer, options: argparse.Namespace) -> None:
+    latencies = {f"{n} B": await latencies_us(peer, n, options.pings) for n in PING_SIZES}
+    latencies["bare eventfd"] = bell_latencies_us(options.pings, peer.core)
     rows = []
-    for nbytes in PING_SIZES:
-        taken = await latencies_us(peer, nbytes, options.pings)
+    for name, taken in latencies.items():
         p50, p99 = taken[len(taken) // 2], taken[len(taken) * 99 // 100]
-        rows.append([f"{nbytes} B", f"{p50:.1f}", f"{p99:.1f}", f"{taken[0]:.1f}"])
+        rows.append([name, f"{p50:.1f}", f"{p99:.1f}", f"{taken[0]:.1f}"])
     print("\n" + render(["one way, µs", "p50", "p99", "least"], rows))
-    rows = []
+    rows.clear()
     for nbytes in STREAM_SIZES:
         edge, floor = await bandwidths(peer, nbytes, options.rounds)
         share = statistics.median(a / b for a, b in zip(edge, floor, strict=True))
@@ -152,9 +188,9 @@ async def report(peer: Peer, options: argparse.Namespace) -> None:
 
 async def report_memory(peer: Peer, messages: int) -> None:
     tensor = torch.zeros(64, dtype=torch.uint8)
-    before = await peer.exchange(tensor, WARM_UP_MESSAGES), resident_bytes()
+    before = await peer.exchange(tensor, WARM_UP_MESSAGES, MEMORY_STREAM), resident_bytes()
     start = time.perf_counter()
-    after = await peer.exchange(tensor, messages), resident_bytes()
+    after = await peer.exchange(tensor, messages, MEMORY_STREAM), resident_bytes()
     rate = messages / (time.perf_counter() - start)
     receiver = (int(after[0].meta["resident"]) - int(before[0].meta["resident"])) / KIB
     sender = (after[1] - before[1]) / KIB
@@ -186,6 +222,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--messages", type=int, default=1_000_000, help="0 leaves the memory check out")
     parser.add_argument("--cores", default="", help="SENDER,RECEIVER: pin the two processes")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
+    parser.add_argument("--answer-bells", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     cores = [int(core) for core in options.cores.split(",") if core]
@@ -193,6 +230,9 @@ def main(argv: Sequence[str]) -> int:
         os.sched_setaffinity(0, {cores[0]})
     if options.answer:
         asyncio.run(answer(msgspec.json.decode(options.answer, type=Ends)))
+        return 0
+    if options.answer_bells:
+        answer_bells([int(fd) for fd in options.answer_bells.split(",")])
         return 0
     environment = describe_environment(["python", "-m", "benchmarks.components.connectors", *argv])
     print("\n".join(environment.lines()))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from connectors.shm import ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
 
-TIMEOUT_S = 60
+TIMEOUT_S = 150  # a limit for what hangs; a machine may be busy
 
 
 def run(coroutine):
