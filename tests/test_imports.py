@@ -26,6 +26,7 @@ MAY_IMPORT = {
 MEASURES_A_PART = {
     "benchmarks/components/connectors.py": ("connectors",),
     "benchmarks/components/cpu_kernels.py": ("lm_engine",),
+    "benchmarks/components/gpu_decode.py": ("lm_engine", "model_families"),
     "benchmarks/components/host_step.py": ("lm_engine",),
     "benchmarks/components/preprocessing.py": ("preprocess",),
 }
