@@ -83,7 +83,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--port", type=_port, default=8000)
     add(
         "--served-model-name",
         nargs="+",
@@ -123,6 +123,13 @@ def options_of(parsed: argparse.Namespace) -> ServeOptions:
         allow_private_addresses=parsed.allow_private_addresses,
         api_key=parsed.api_key if serving else None,
     )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError(text)
+    return port
 
 
 def _fail(message: object) -> int:

@@ -125,6 +125,14 @@ class GenerationFields(ModelField, kw_only=True):
     guided_choice: msgspec.Raw = ABSENT
     guided_grammar: msgspec.Raw = ABSENT
     structured_outputs: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    mm_processor_kwargs: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
 
 
 class ChatRequest(GenerationFields, kw_only=True):
