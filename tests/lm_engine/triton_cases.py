@@ -10,7 +10,7 @@ import torch
 
 from contracts.errors import EngineError
 from lm_engine.attention.reference import SequenceAttention
-from lm_engine.attention.triton import TritonAttention, choose_splits
+from lm_engine.attention.triton import TritonAttention, choose_tile
 from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
@@ -192,10 +192,11 @@ def test_from_the_projection_through_rotation_and_cache(dtype, with_norm, mix, h
 
 
 def test_decodes_are_split_where_programs_are_few():
-    assert choose_splits(2, 4096) == 64
-    assert choose_splits(64, 4096) == 8
-    assert choose_splits(1024, 4096) == 1
-    assert choose_splits(2, 1) == 1
+    splits = [
+        choose_tile(pairs, length, 128).splits for pairs, length in ((2, 8192), (64, 8192), (1024, 8192))
+    ]
+    assert splits[0] > splits[1] > splits[2] == 1
+    assert choose_tile(2, 1, 128).splits == 1
 
 
 # --- the whole decoder --------------------------------------------------------------------------------------
