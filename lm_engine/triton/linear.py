@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from lm_engine.triton.jit.linear import gemv, skinny_gemm
-from lm_engine.triton.launch import dot_precision, interpreted, launch_options, next_power
+from lm_engine.triton.launch import (
+    dot_precision,
+    interpreted,
+    launch_options,
+    next_power,
+    shared_memory_bytes,
+)
 
 MAX_SKINNY_ROWS = 64
 _MAX_TILES = 1 << 14  # of a split linear
@@ -196,8 +202,7 @@ def choose_blocks(x_MI: Tensor, num_outputs: int, gated: bool) -> Blocks:
 
 def _with_stages(wanted: int, blocks: Blocks, x_MI: Tensor, num_tiles: int = 1) -> Blocks:
     """As many of the wanted stages as the device's shared memory holds beside a little of everything else."""
-    device = torch.cuda.get_device_properties(x_MI.device)
     rows = num_tiles * blocks.outputs + max(next_power(x_MI.shape[0]), 16)
     stage_bytes = rows * blocks.inputs * x_MI.element_size()
-    fitting = (device.shared_memory_per_block_optin - _OTHER_SHARED_BYTES) // stage_bytes
+    fitting = (shared_memory_bytes(x_MI.device) - _OTHER_SHARED_BYTES) // stage_bytes
     return replace(blocks, num_stages=max(1, min(wanted, fitting)))

@@ -169,10 +169,9 @@ def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode"])
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 1, 24)])
-def test_from_the_projection_through_rotation_and_cache(dtype, with_norm, mix, heads, groups, head_dim):
+@pytest.mark.parametrize(("heads", "groups", "head_dim", "with_norm"), [(6, 2, 16, True), (3, 1, 24, False)])
+def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, groups, head_dim, with_norm):
     """Both fused paths: chunks in one launch, decodes with split keys. Twice: counters must come back."""
     case = on_device(
         Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
