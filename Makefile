@@ -38,7 +38,8 @@ check: .venv/.packages
 	@touch $@
 
 $(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages
-	$(BIN)/python -m model_families.default_model.build $(MODEL)
+	@echo "building the default model (about a minute)"
+	@TQDM_DISABLE=1 $(BIN)/python -m model_families.default_model.build $(MODEL)
 
 clean:
 	rm -rf .venv .models build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stages.options import ServeOptions
     from stages.service import Service
 
+BACKLOG = 2048
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -64,6 +65,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--deployment", type=Path, metavar="FILE", help="TOML file that places the stages")
     add("--set", action="append", default=[], metavar="PATH=VALUE", help="override one deployment value")
+    add(
+        "--workers",
+        choices=("file", "one", "per-stage"),
+        default="file",
+        help="processes of the stages: as the deployment's [[worker]] groups say, one for all, or one each",
+    )
     add("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB")
     add("--media-root", type=Path, metavar="DIR", help="folder that file: URLs may read from (default: none)")
     add(
@@ -76,7 +83,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--port", type=_port, default=8000)
     add(
         "--served-model-name",
         nargs="+",
@@ -112,9 +119,17 @@ def options_of(parsed: argparse.Namespace) -> ServeOptions:
         overrides=tuple(parsed.set),
         media_root=parsed.media_root,
         kv_memory=parsed.kv_memory,
+        workers=parsed.workers,
         allow_private_addresses=parsed.allow_private_addresses,
         api_key=parsed.api_key if serving else None,
     )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise ValueError(text)
+    return port
 
 
 def _fail(message: object) -> int:
@@ -123,11 +138,12 @@ def _fail(message: object) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
+    from stages.deployment import DeploymentError
     from stages.launch import plan_text
 
     try:
         print(plan_text(options_of(parsed)))
-    except (OmnistageError, ValueError) as error:  # ValueError: DeploymentError, PipelineError
+    except (OmnistageError, DeploymentError) as error:
         return _fail(error)
     return 0
 
@@ -136,7 +152,15 @@ def _serve(parsed: argparse.Namespace) -> int:
     import logging
     import os
 
-    from api.settings import ApiSettings
+    # Before torch loads: its idle OpenMP threads would spin on cores that the native kernels and the front
+    # process need (6 ms of a core after every parallel operation).
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from stages.options import SWITCH_INTERVAL_S
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    from api.settings import ApiSettings, SettingsError
+    from stages.deployment import DeploymentError
     from stages.launch import serve_service
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -145,29 +169,51 @@ def _serve(parsed: argparse.Namespace) -> int:
         settings = ApiSettings.from_environment(os.environ, api_key=options.api_key)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(serve_service(options), options, settings))
-    except (OmnistageError, OSError, ValueError) as error:
+    except (OmnistageError, DeploymentError, SettingsError, OSError) as error:
         return _fail(error)
-    except KeyboardInterrupt:  # uvicorn has drained and closed; it hands the signal on
-        return 130
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return _fail("stopped while loading")
     return 0
 
 
 async def serve(
     starting: AbstractAsyncContextManager[Service], options: ServeOptions, settings: ApiSettings
 ) -> None:
-    """Binds, loads, serves until a signal. Raises OSError at once when the address is taken."""
+    """Binds, loads, serves until SIGINT or SIGTERM, then stops the stages. Raises OSError at once when the
+    address is taken, CancelledError when a signal ends the loading."""
     from api.app import create_app
     from api.server import ApiServer, bind
 
+    loading = asyncio.current_task()
+    server: ApiServer | None = None
+
+    def stop() -> None:
+        assert loading is not None
+        if server is None:
+            loading.cancel()
+        else:
+            server.stop()
+
     listener = bind(options.host, options.port)
+    _on_signals(stop)
     try:
         async with starting as service:
             server = ApiServer(create_app(service, settings), settings)
+            listener.listen(BACKLOG)  # whoever reads the line below may connect at once
             host, port = listener.getsockname()[:2]
             print(f"omnistage serves {service.card.names[0]} on http://{host}:{port}", flush=True)
             await server.serve(sockets=[listener])
     finally:
         listener.close()
+
+
+def _on_signals(stop: Callable[[], None]) -> None:
+    if sys.platform == "win32":
+        return  # Ctrl-C still arrives, as KeyboardInterrupt
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

@@ -7,22 +7,10 @@ import math
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from contracts.errors import BadRequest, EngineError, NotFound, OmnistageError
-
-
-class PayloadTooLarge(BadRequest):
-    """The request body is over OMNISTAGE_MAX_BODY_BYTES."""
-
-    status = 413
-    default_code = "request_too_large"
-
-
-class MethodNotAllowed(BadRequest):
-    status = 405
-    default_code = "method_not_allowed"
+from contracts.errors import BadRequest, EngineError, MethodNotAllowed, NotFound, OmnistageError
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
@@ -34,6 +22,14 @@ class ErrorFields(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorFields
+
+
+CLIENT_LEFT_STATUS = 499  # never reaches anyone: the connection is gone
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """The client went while it was sending its body: nobody reads this."""
+    return Response(status_code=CLIENT_LEFT_STATUS)
 
 
 def error_fields(error: OmnistageError) -> ErrorFields:
@@ -88,4 +84,5 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     app.add_exception_handler(OmnistageError, ours)
+    app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(HTTPException, http)

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from api.errors import PayloadTooLarge
-from contracts.errors import BadRequest
+from contracts.errors import BadRequest, PayloadTooLarge
 
 ABSENT = msgspec.Raw()
 
@@ -126,6 +125,14 @@ class GenerationFields(ModelField, kw_only=True):
     guided_choice: msgspec.Raw = ABSENT
     guided_grammar: msgspec.Raw = ABSENT
     structured_outputs: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    mm_processor_kwargs: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
 
 
 class ChatRequest(GenerationFields, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
@@ -48,4 +50,12 @@ class ApiServer(uvicorn.Server):
         self.listening.set()
 
     def stop(self) -> None:
+        """Open requests may finish for `drain_timeout_s`; asked a second time, they are cut off."""
+        self.force_exit = self.should_exit
         self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the command's: uvicorn would raise them again afterwards, and so end the process
+        before the stages have stopped."""
+        yield

@@ -110,7 +110,8 @@ def sampling_of(
         min_tokens=min_tokens,
         temperature=checked("temperature", request.temperature, 1.0),
         top_p=checked("top_p", request.top_p, 1.0),
-        top_k=max(0, checked("top_k", request.top_k, 0)),  # -1 means off in vLLM
+        # -1 means off in vLLM; more than the vocabulary leaves out nothing
+        top_k=min(max(0, checked("top_k", request.top_k, 0)), vocab_size),
         min_p=checked("min_p", request.min_p, 0.0),
         presence_penalty=checked("presence_penalty", request.presence_penalty, 0.0),
         frequency_penalty=checked("frequency_penalty", request.frequency_penalty, 0.0),
@@ -157,6 +158,14 @@ def check_common(request: GenerationFields) -> None:
         "guided_choice": request.guided_choice,
         "guided_grammar": request.guided_grammar,
         "structured_outputs": request.structured_outputs,
+        "chat_template": request.chat_template,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "bad_words": request.bad_words,
+        "allowed_token_ids": request.allowed_token_ids,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "mm_processor_kwargs": request.mm_processor_kwargs,
+        "documents": request.documents,
+        "prompt_embeds": request.prompt_embeds,
     }
     for name, raw in refused.items():
         if is_given(raw):

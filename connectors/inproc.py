@@ -5,20 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from connectors.stats import EdgeStats
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
-
-
-@dataclass
-class EdgeStats:
-    """Counters of one edge; `waits` counts sends that found no free credit."""
-
-    chunks_total: int = 0
-    bytes_total: int = 0
-    waits_total: int = 0
 
 
 @dataclass
@@ -80,7 +73,7 @@ class InprocSender:
         """See `connectors.interface.Sender`. The tensors are handed over, not copied: do not write to them
         after."""
         channel = self._channel
-        waited = False
+        waiting_since: float | None = None
         while True:
             waiter = _Waiter(asyncio.get_running_loop(), asyncio.Event())
             with channel.lock:
@@ -90,9 +83,12 @@ class InprocSender:
                     return
                 if channel.credits > 0:
                     self._enqueue(chunk)
+                    if waiting_since is not None:
+                        channel.stats.wait_seconds_total += time.monotonic() - waiting_since
                     return
-                channel.stats.waits_total += not waited
-                waited = True
+                if waiting_since is None:
+                    waiting_since = time.monotonic()
+                    channel.stats.waits_total += 1
                 channel.sender_waiters.append(waiter)
             await waiter.event.wait()
 
@@ -117,6 +113,8 @@ class InprocSender:
         with self._channel.lock:
             self._channel.send_cancelled.add(request_id)
             _drop_queued(self._channel, request_id)
+            for key in [key for key in self._channel.next_seq if key[0] == request_id]:
+                del self._channel.next_seq[key]
             _wake_all(self._channel.sender_waiters)
 
     def forget(self, request_id: str) -> None:
@@ -132,6 +130,8 @@ class InprocSender:
 
 
 class InprocReceiver:
+    hands_over = True
+
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
 
@@ -177,8 +177,6 @@ def _drop_queued(channel: _Channel, request_id: str) -> None:
     kept = deque(chunk for chunk in channel.queue if chunk.request_id != request_id)
     channel.credits += len(channel.queue) - len(kept)
     channel.queue = kept
-    for key in [key for key in channel.next_seq if key[0] == request_id]:
-        del channel.next_seq[key]
     channel.check()
 
 

@@ -25,6 +25,8 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
+    hands_over: bool  # tensors stay valid after `release` (in-process); else copy what outlives it
+
     async def receive(self) -> Chunk:
         """The next chunk, in order per (request, stream); its tensors are valid until `release`. Raises
         PeerLost."""

@@ -6,7 +6,9 @@ OmnistageError
 │   │   ├── MediaFetchError          the URL could not be fetched (status, time-out, refused address)
 │   │   ├── MediaTooLarge            over a byte, pixel, sample or frame limit
 │   │   └── MediaDecodeError         unreadable, truncated or unsupported content
-│   └── ContextLengthExceeded        prompt (text + media) and output do not fit the model
+│   ├── ContextLengthExceeded        prompt (text + media) and output do not fit the model
+│   ├── PayloadTooLarge (413)        the request body is over its limit
+│   └── MethodNotAllowed (405)       the path is there, for another method
 ├── NotAuthorized (401)
 ├── NotFound (404)
 ├── TooManyRequests (429)            a declared bound is full; carries Retry-After
@@ -108,6 +110,16 @@ class MediaDecodeError(MediaError):
 
 class ContextLengthExceeded(BadRequest):
     default_code = "context_length_exceeded"
+
+
+class PayloadTooLarge(BadRequest):
+    status = 413
+    default_code = "request_too_large"
+
+
+class MethodNotAllowed(BadRequest):
+    status = 405
+    default_code = "method_not_allowed"
 
 
 class NotAuthorized(OmnistageError):

@@ -38,6 +38,7 @@ class Decoder:
         self.device, self.dtype = source.device, source.dtype
         self.kernels = kernels
         self.attention = kernels.attention
+        self.activation_dtype = kernels.activation_dtype(source.dtype)
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = RotaryEmbedding(config.rope, self.device)
         vocabulary = (config.vocab_size, config.hidden_size)
@@ -48,7 +49,7 @@ class Decoder:
         self.head = kernels.pack_linear(head_VH, float32_output=True)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        return functional.embedding(token_ids_T, self.embedding_VH)
+        return functional.embedding(token_ids_T, self.embedding_VH).to(self.activation_dtype)
 
     def forward(
         self,

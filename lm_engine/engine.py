@@ -207,6 +207,10 @@ class LMEngine:
             seq.num_in_flight -= 1
             if seq.state is finished:
                 continue  # aborted, stopped, or ended by the token before this one
+            if drawn.slot in result.failed_slots:
+                self._fail(seq.request, EngineError("the model gave values that are not finite"))
+                self._scheduler.cache.reset()  # such values may lie in blocks that others would share
+                continue
             num_taken += 1
             delta = self._take_token(seq, drawn.token_id, drawn.logprobs)
             request = seq.request

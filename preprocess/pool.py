@@ -10,9 +10,11 @@ A slot is one task that keeps one worker alive and gives it one item at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -34,7 +36,11 @@ from preprocess.protocol import Drop, Grant, ImageDone, ImageTask, Ready, Setup,
 from preprocess.resize import PixelBudget
 
 MAX_ATTEMPTS = 2  # an item whose worker died is tried once more: the death may not have been its fault
-MAX_START_FAILURES = 3  # in a row, then the slot gives up
+MAX_START_FAILURES = 3  # in a row, then jobs are refused until a worker starts again
+RESTART_PAUSE_S = 0.5  # doubled at each further failure
+MAX_RESTART_PAUSE_S = 30.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,8 @@ class PreprocessPool:
         self._slots: list[asyncio.Task[None]] = []
         self._workers: list[WorkerProcess | None] = [None] * config.num_workers
         self._closing = False
+        self._closed = asyncio.Event()
+        self._starved: set[int] = set()  # slots whose worker does not start
         self._mean_job_s = 0.05  # moving average, for retry_after_s
         self.counters = PoolCounters()
 
@@ -124,6 +132,7 @@ class PreprocessPool:
         if self._closing:
             return
         self._closing = True
+        self._closed.set()
         for worker in filter(None, self._workers):
             worker.kill()  # its slot sees the end of its stream, settles its job and finishes
         ended = await asyncio.gather(*self._slots, return_exceptions=True)
@@ -148,7 +157,7 @@ class PreprocessPool:
         Raises TooManyRequests when the queue is full, MediaError for a bad item (also when it ran out of
         time, or ended its worker twice), ServiceUnavailable when the pool has no worker or is closing.
         """
-        if self._closing or all(slot.done() for slot in self._slots):
+        if not self.can_work():
             raise _not_running()
         if len(self._queue) >= self.config.max_queued_jobs:
             raise TooManyRequests(
@@ -177,21 +186,43 @@ class PreprocessPool:
 
     # --- slots ----------------------------------------------------------------------------------------------
     async def _run_slot(self, index: int) -> None:
-        """Keeps one worker alive and busy until the pool closes or workers do not start any more."""
+        """Keeps one worker alive and busy until the pool closes. While workers do not start, queued jobs are
+        refused and the next start waits longer and longer."""
         failures = 0
-        while not self._closing and failures < MAX_START_FAILURES:
+        while not self._closing:
             try:
                 worker = self._workers[index] or await self._start_worker(index)
-            except EngineError:
+            except EngineError as error:
                 failures += 1
+                await self._pause_after(failures, error)
                 continue
             failures = 0
+            self._starved.discard(index)
             await self._employ(worker)
             self._workers[index] = None
             await worker.end()
         if sum(not slot.done() for slot in self._slots) == 1:  # this one is the last
-            while self._queue:
-                self._fail(self._queue.popleft(), _not_running())
+            self._refuse_queue()
+
+    async def _pause_after(self, failures: int, error: EngineError) -> None:
+        logger.error("a preprocessing worker did not start (%d times in a row): %s", failures, error)
+        if failures < MAX_START_FAILURES:
+            return
+        index = self._slots.index(cast("asyncio.Task[None]", asyncio.current_task()))
+        self._starved.add(index)
+        if not self.can_work():
+            self._refuse_queue()
+        delay_s = min(RESTART_PAUSE_S * 2 ** (failures - MAX_START_FAILURES), MAX_RESTART_PAUSE_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay_s)
+
+    def can_work(self) -> bool:
+        """False while no worker can be started, or after `close`."""
+        return not self._closing and len(self._starved) < self.config.num_workers
+
+    def _refuse_queue(self) -> None:
+        while self._queue:
+            self._fail(self._queue.popleft(), _not_running())
 
     async def _start_worker(self, index: int) -> WorkerProcess:
         config = self.config

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from contracts.errors import EngineError, OmnistageError, ServiceUnavailable
 from contracts.media import MediaItem
 from contracts.messages import (
@@ -67,6 +69,11 @@ class _Request:
     media: tuple[MediaHandle, ...]
     cache_salt: str | None
     open_samples: set[int]
+    message: Generate  # as first sent; replayed with the tokens below after the entry stage was lost
+    sent: dict[int, list[int]] = field(default_factory=dict)  # sample → tokens handed to the client
+    asked_items: set[int] = field(default_factory=set)  # embeddings the entry stage waits for
+    replays: int = 0
+    cached_tokens_told: bool = False
     events: asyncio.Queue[Generated | OmnistageError] = field(default_factory=asyncio.Queue)
     stages: set[str] = field(default_factory=set)  # stages that know of it
     features_in_use: dict[int, int] = field(default_factory=dict)  # item → Encodes that may still read it
@@ -78,7 +85,8 @@ class _Request:
 class Coordinator:
     """All methods run on the front process's loop. `dispatch` takes what the stages send."""
 
-    def __init__(self, pipeline: Pipeline, send: SendToStage) -> None:
+    def __init__(self, pipeline: Pipeline, send: SendToStage, max_replays: int = 6) -> None:
+        self._max_replays = max_replays
         self._pipeline = pipeline
         self._send = send
         self._requests: dict[str, _Request] = {}
@@ -104,19 +112,17 @@ class Coordinator:
             media=media,
             cache_salt=message.cache_salt,
             open_samples=set(range(message.sampling.n)),
+            message=message,
         )
         assert message.request_id not in self._requests, f"request id {message.request_id} is in use"
         self._requests[message.request_id] = request
         try:
-            self._require_ready(request)
-            self._tell(request, request.entry, message)
-            while request.open_samples:
+            self._require_path(request)
+            self._start(request)
+            while request.open_samples or not request.events.empty():
                 event = await request.events.get()
                 if isinstance(event, OmnistageError):
                     raise event
-                for delta in event.deltas:
-                    if delta.finish_reason is not None:
-                        request.open_samples.discard(delta.sample)
                 yield event
         finally:
             self._end(request)
@@ -133,16 +139,30 @@ class Coordinator:
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def _require_ready(self, request: _Request) -> None:
+    def _require_path(self, request: _Request) -> None:
+        """Every stage on the way is there or about to be: a restarting one makes the request wait."""
         needed = [request.entry]
         if request.media:
             needed.append(self._encoder_of[request.entry])
         for stage in needed:
             state = self._states[stage]
-            if state != "ready":
+            if state not in ("ready", "restarting"):
                 raise ServiceUnavailable(
                     f"stage {stage} is {state}", stage=stage, request_id=request.request_id, retry_after_s=5.0
                 )
+
+    def _start(self, request: _Request) -> None:
+        """Gives the request to its entry stage, as new or with what its client has already; or leaves it for
+        the stage's return."""
+        if self._states[request.entry] != "ready":
+            return
+        message = request.message
+        if any(request.sent.values()):
+            resume = tuple(tuple(request.sent.get(sample, ())) for sample in range(message.sampling.n))
+            message = msgspec.structs.replace(message, resume=resume)
+        self._tell(request, request.entry, message)
+        for sample in set(range(message.sampling.n)) - request.open_samples:
+            self._send(request.entry, StopSample(request.request_id, sample))
 
     def _tell(self, request: _Request, stage: str, message: ToStage) -> None:
         request.stages.add(stage)
@@ -170,6 +190,11 @@ class Coordinator:
             self._requests.pop(request.request_id, None)
             self._changed.set()
 
+    async def changed(self) -> None:
+        """Returns at the next change of a stage's state, or when a request has left."""
+        self._changed.clear()
+        await self._changed.wait()
+
     async def drained(self) -> None:
         """Returns when no request is held any more."""
         while self._requests:
@@ -182,9 +207,7 @@ class Coordinator:
         for message in messages:
             match message:
                 case StageReady(stage, detail):
-                    self._states[stage] = "ready"
-                    self._details[stage] = detail
-                    self._changed.set()
+                    self._stage_ready(stage, detail)
                 case StageFailed(stage, info):
                     self._stage_failed(stage, info.to_exception())
                 case StageStats(stage, values):
@@ -212,18 +235,33 @@ class Coordinator:
             case _ if request.ending:
                 return
             case EmbeddingsNeeded(_, item_indices):
+                request.asked_items.update(item_indices)
                 for index in item_indices:
                     self._encode(request, index, request.media[index].pin())
             case FeaturesNeeded(_, item_index):
                 self._spawn(request, self._encode_again(request, item_index))
             case Generated():
-                self._release_unread_features(request)
-                request.events.put_nowait(message)
+                self._generated(request, message)
             case Failed(_, info):
                 request.events.put_nowait(info.to_exception())
 
+    def _generated(self, request: _Request, message: Generated) -> None:
+        """Keeps what a replay would need, and drops what a replay or a stopped sample says once more."""
+        request.asked_items.clear()
+        self._release_unread_features(request)
+        deltas = tuple(d for d in message.deltas if d.sample in request.open_samples)
+        for delta in deltas:
+            request.sent.setdefault(delta.sample, []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                request.open_samples.discard(delta.sample)
+        cached = None if request.cached_tokens_told else message.num_cached_tokens
+        request.cached_tokens_told |= cached is not None
+        request.events.put_nowait(msgspec.structs.replace(message, deltas=deltas, num_cached_tokens=cached))
+
     def _encode(self, request: _Request, index: int, item: MediaItem) -> None:
         encoder = self._encoder_of[request.entry]
+        if self._states[encoder] != "ready":
+            return  # asked again when it is back
         if item.features is not None:
             request.features_in_use[index] = request.features_in_use.get(index, 0) + 1
         self._tell(
@@ -267,6 +305,48 @@ class Coordinator:
         task = asyncio.get_running_loop().create_task(coroutine)
         request.tasks.add(task)
         task.add_done_callback(request.tasks.discard)
+
+    def _stage_ready(self, stage: str, detail: str) -> None:
+        self._states[stage] = "ready"
+        self._details[stage] = detail
+        self._changed.set()
+        for request in list(self._requests.values()):
+            if request.ending:
+                continue
+            if stage == request.entry and stage not in request.stages:
+                self._start(request)
+            elif request.asked_items and stage == self._encoder_of.get(request.entry):
+                for index in sorted(request.asked_items):
+                    self._encode(request, index, request.media[index].pin())
+
+    def stage_lost(self, stage: str, *, restarts: bool) -> None:
+        """The process of `stage` is gone and with it everything that it held. Requests go on when it is back:
+        the entry stage's from the tokens already sent, an encoder's by asking it again."""
+        if not restarts:
+            self._stage_failed(stage, EngineError(f"stage {stage} died too often", stage=stage))
+            return
+        self._states[stage] = "restarting"
+        self._changed.set()
+        for token in [t for t, (waiting, _) in self._answers.items() if stage in waiting]:
+            self._answered(token, stage)
+        for request in list(self._requests.values()):
+            if stage not in request.stages:
+                continue
+            request.stages.discard(stage)
+            request.unacknowledged.discard(stage)
+            if stage != request.entry:
+                request.features_in_use.clear()
+            if request.ending:
+                self._drop_if_over(request)
+            elif request.replays >= self._max_replays:
+                message = f"stage {stage} died {request.replays + 1} times while it had this request"
+                request.events.put_nowait(
+                    EngineError(message, request_id=request.request_id, stage=stage, code="stage_lost")
+                )
+            else:
+                request.replays += 1
+                if stage == request.entry:
+                    request.asked_items.clear()
 
     def _stage_failed(self, stage: str, error: OmnistageError) -> None:
         self._states[stage] = "failed"

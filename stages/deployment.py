@@ -77,7 +77,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: Literal["fcfs", "priority", "fair", "cache_aware"] = "fcfs"
     prefix_cache: bool = True
     overlap: bool = True
-    kernels: Literal["auto", "reference", "native"] = "auto"
+    kernels: Literal["auto", "reference", "native", "triton"] = "auto"
 
 
 class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,16 +110,27 @@ class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     target: str
-    connector: Literal["auto", "inproc"] = "auto"
+    connector: Literal["auto", "inproc", "shm"] = "auto"  # auto: inproc inside a process, shm between two
     capacity: int = 64  # credits: chunks under way
+    capacity_bytes: int | str = "64MiB"  # of the shared ring
 
 
 class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of the front process. A request past `max_requests` gets 429."""
+    """Bounds of the front process. A request past `max_requests` gets 429.
+
+    A worker whose heartbeat is later than `hang_after_s`, or whose step runs longer than `step_limit_s`, is
+    killed and started again, at most `max_restarts` times in five minutes. A request goes on after at most
+    `max_replays` deaths of a stage that had it.
+    """
 
     max_requests: int = 1024
     request_timeout_s: float | None = None
     threads: int | None = None
+    heartbeat_s: float = 1.0
+    hang_after_s: float = 10.0
+    step_limit_s: float = 120.0
+    max_restarts: int = 20
+    max_replays: int = 6
 
 
 class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -285,8 +296,8 @@ def _validate_workers(deployment: Deployment, pipeline: Pipeline) -> None:
             if stage in placed:
                 raise DeploymentError(f"worker {worker.name!r}: stage {stage!r} is also in {placed[stage]!r}")
             placed[stage] = worker.name
-    if len(deployment.workers) > 1:
-        raise DeploymentError("worker: this version runs every stage in one worker")
+    if deployment.workers and (missing := sorted(names - set(placed))):
+        raise DeploymentError(f"worker: stage {missing[0]!r} is in no worker")
 
 
 def _positive(where: str, config: Config, fields: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Launch: from options to a running graph. Opens the checkpoint, plans memory, starts pool, stages and
+"""Launch: from options to a running graph. Starts the pool, the stages (here or in worker processes), the
 service."""
 
 from __future__ import annotations
@@ -7,162 +7,78 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, Protocol
 
 import torch
 
 from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
+from connectors.shm import ShmEdge
 from contracts.digests import Digester
-from contracts.errors import OmnistageError
-from contracts.messages import FromStage
-from encoder_pool.pool import EncoderPool
-from lm_engine.engine import LMEngine
-from model_families.census import WeightCensus, take_census
-from model_families.family import Family
-from model_families.registry import open_family
+from contracts.messages import FromStage, ToStage
 from preprocess.pool import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig
-from stages.build import build_encoder_pool, build_lm_engine
 from stages.coordinator import Coordinator
-from stages.deployment import Deployment, load_deployment, num_cores, parse_bytes
-from stages.encoder_stage import EncoderStage, FeatureReader
-from stages.lm_stage import LMStage
+from stages.deployment import Deployment, WorkerConfig, num_cores, parse_bytes
+from stages.edges import ArenaDescription, EdgeEnd
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
-from stages.memory_plan import StagePlan, check_plan, plan_encoder, plan_lm, render_plan
 from stages.omni_service import OmniService
 from stages.options import ServeOptions
-from stages.service import ModelCard
-from stages.shell import StageShell
+from stages.planning import Plan, make_plan, plan_text
+from stages.service import ModelCard, WorkerInfo
+from stages.stage_logics import make_shells
+from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
+
+__all__ = ["plan_text", "serve_service"]
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_MODEL = ROOT / ".models" / "omnistage-default"
 
+class Workers(Protocol):
+    """Where the stages run, as the service sees it."""
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything decided before a weight loads."""
+    def send(self, stage: str, message: ToStage) -> None: ...
 
-    folder: Path
-    family: Family
-    deployment: Deployment
-    context_length: int
-    stages: tuple[StagePlan, ...]
+    def infos(self) -> tuple[WorkerInfo, ...]: ...
 
-    def stage(self, name: str) -> StagePlan:
-        return next(plan for plan in self.stages if plan.stage == name)
-
-
-def make_plan(options: ServeOptions) -> Plan:
-    """Raises BadRequest or DeploymentError, each naming what to change."""
-    folder = model_folder(options)
-    family = open_family(folder)
-    family.pipeline.validate()
-    deployment = load_deployment(family.pipeline, options.deployment, _overrides(options, family))
-    census = take_census(folder)
-    context_length = family.context_length
-    plans = []
-    for name, lm in deployment.lms.items():
-        context_length = min(context_length, lm.max_context or context_length)
-        dtype = resolve_dtype(lm.dtype, lm.device_list[0], census)
-        elements = census.decoder_elements
-        plans.append(plan_lm(name, lm, family.decoder_config, elements, dtype, context_length))
-    for name, encoder in deployment.encoders.items():
-        dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], census)
-        width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, encoder, census.encoder_elements, dtype, width))
-    check_plan(plans)
-    return Plan(folder, family, deployment, context_length, tuple(plans))
-
-
-def model_folder(options: ServeOptions) -> Path:
-    folder = options.model if options.model is not None else DEFAULT_MODEL
-    if not (folder / "config.json").is_file():
-        hint = "run `make setup` to build the default model" if options.model is None else "want a folder"
-        raise OmnistageError(f"no config.json in {folder}: {hint}")
-    return folder
-
-
-def _overrides(options: ServeOptions, family: Family) -> tuple[str, ...]:
-    """The few flags that stand for deployment fields, before the explicit ones."""
-    stages = [s for s in family.pipeline.stages if s.kind != "preprocess"]
-    flags: list[str] = []
-    if options.dtype != "auto":
-        flags += [f'{stage.name}.dtype="{options.dtype}"' for stage in stages]
-    if options.kv_memory is not None:
-        flags += [f'{stage.name}.kv_memory="{options.kv_memory}"' for stage in stages if stage.kind == "lm"]
-    if options.media_root is not None:
-        flags.append(f'limits.media_root="{options.media_root}"')
-    if options.allow_private_addresses:
-        flags.append("limits.allow_private_addresses=true")
-    return (*flags, *options.overrides)
-
-
-def resolve_dtype(choice: str, device: str, census: WeightCensus) -> torch.dtype:
-    """auto: the checkpoint's own dtype, but never float16 on a CPU."""
-    if choice != "auto":
-        dtype: torch.dtype = getattr(torch, choice)
-        return dtype
-    if device == "cpu" and census.dtype == torch.float16:
-        return torch.float32
-    return census.dtype
-
-
-def plan_text(options: ServeOptions) -> str:
-    """Stages, edges, placement and memory, as `omnistage plan` prints them."""
-    plan = make_plan(options)
-    pipeline = plan.family.pipeline
-    lines = [
-        f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
-        "edges",
-    ]
-    for edge in pipeline.edges:
-        config = plan.deployment.edge(edge.source, edge.target)
-        connector = "shared memory" if edge.payload == "features" else "inproc"
-        lines.append(
-            f"  {edge.source} -> {edge.target}  {edge.payload} over {connector}, capacity {config.capacity}"
-        )
-    lines += [f"entry     {pipeline.entry}", f"terminals {', '.join(pipeline.terminals)}", "memory"]
-    lines += ["  " + line for line in render_plan(list(plan.stages)).splitlines()]
-    return "\n".join(lines)
+    async def stop(self) -> None: ...
 
 
 @contextlib.asynccontextmanager
 async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
     """A running graph; on leaving, stages and preprocessing workers are stopped and their memory is gone."""
     plan = make_plan(options)
-    _share_threads(plan.deployment)
     async with contextlib.AsyncExitStack() as stack:
         preprocessor = None
         if plan.family.image_spec is not None:
             preprocessor = _make_preprocessor(plan.deployment)
             stack.push_async_callback(preprocessor.close)
             await preprocessor.start()
-        inbox: Mailbox[FromStage] = Mailbox()
-        inbox.bind()
-        worker = LocalWorker(_make_shells(plan, inbox, preprocessor))
-        coordinator = Coordinator(plan.family.pipeline, worker.send)
-        dispatching = stack.enter_context(_background(_dispatch(inbox, coordinator)))
-        worker.start()
-        stack.push_async_callback(worker.stop)
+        workers: Workers
+        groups = worker_groups(plan, options)
+        if groups:
+            coordinator, workers = await _start_processes(plan, options, groups, preprocessor, stack)
+        else:
+            coordinator, workers = _start_threads(plan, preprocessor, stack)
         await coordinator.wait_started()
         for name, (_, detail) in coordinator.states.items():
             logger.info("stage %s ready: %s", name, detail)
-        assert not dispatching.done()
         card = _model_card(options, plan)
-        yield OmniService(card, plan.family, plan.deployment, coordinator, preprocessor, plan.context_length)
+        yield OmniService(
+            card, plan.family, plan.deployment, coordinator, workers, preprocessor, plan.context_length
+        )
 
 
-def _share_threads(deployment: Deployment) -> None:
-    """torch's share of the cores. Preprocessing is bursty and runs at lower priority beside it."""
-    threads = deployment.workers[0].threads if deployment.workers else None
-    torch.set_num_threads(threads or num_cores())
+def worker_groups(plan: Plan, options: ServeOptions) -> tuple[WorkerConfig, ...]:
+    """Which stages share a process. None: all of them run in this one."""
+    if options.workers == "one":
+        return ()
+    if options.workers == "per-stage":
+        stages = [*plan.deployment.encoders, *plan.deployment.lms]
+        return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in stages)
+    return plan.deployment.workers
 
 
 def _make_preprocessor(deployment: Deployment) -> Preprocessor:
@@ -177,46 +93,28 @@ def _make_preprocessor(deployment: Deployment) -> Preprocessor:
     return Preprocessor(PreprocessorConfig(pool=pool, index_capacity=config.index_items))
 
 
-def _make_shells(
-    plan: Plan, inbox: Mailbox[FromStage], preprocessor: Preprocessor | None
-) -> list[StageShell]:
-    senders: dict[str, dict[str, Sender]] = {}
-    receivers: dict[str, list[Receiver]] = {}
-    for edge in plan.family.pipeline.edges:
-        if edge.payload == "features":
-            continue  # the preprocessing arena is this edge
-        capacity = plan.deployment.edge(edge.source, edge.target).capacity
-        sender, receiver = inproc_pair(f"{edge.source}->{edge.target}", capacity)
-        senders.setdefault(edge.source, {})[edge.target] = sender
-        receivers.setdefault(edge.target, []).append(receiver)
-
-    def emit(messages: Sequence[FromStage]) -> None:
-        inbox.put(*messages)
-
-    shells = []
-    for name in plan.deployment.encoders:
-        assert preprocessor is not None
-        logic = _encoder_logic(plan, name, preprocessor.pool.arena.view)
-        shells.append(StageShell(name, logic, emit, senders.get(name), receivers.get(name, ())))
-    for name in plan.deployment.lms:
-        shells.append(
-            StageShell(name, _lm_logic(plan, name), emit, senders.get(name), receivers.get(name, ()))
-        )
-    return shells
+# --- all stages in this process -----------------------------------------------------------------------------
 
 
-def _encoder_logic(plan: Plan, name: str, read: FeatureReader) -> EncoderStage:
-    def build() -> tuple[EncoderPool, str]:
-        return build_encoder_pool(plan.family, plan.deployment.encoders[name], plan.stage(name))
-
-    return EncoderStage(name, build, read)
-
-
-def _lm_logic(plan: Plan, name: str) -> LMStage:
-    def build() -> tuple[LMEngine, str]:
-        return build_lm_engine(plan.family, plan.deployment.lms[name], plan.stage(name), plan.context_length)
-
-    return LMStage(name, build)
+def _start_threads(
+    plan: Plan, preprocessor: Preprocessor | None, stack: contextlib.AsyncExitStack
+) -> tuple[Coordinator, LocalWorker]:
+    torch.set_num_threads(plan.deployment.server.threads or num_cores())
+    inbox: Mailbox[FromStage] = Mailbox()
+    inbox.bind()
+    senders: dict[tuple[str, str], Sender] = {}
+    receivers: dict[tuple[str, str], Receiver] = {}
+    for source, target in plan.chunk_edges:
+        capacity = plan.deployment.edge(source, target).capacity
+        senders[source, target], receivers[source, target] = inproc_pair(f"{source}->{target}", capacity)
+    read = None if preprocessor is None else preprocessor.pool.arena.view
+    stages = [*plan.deployment.encoders, *plan.deployment.lms]
+    worker = LocalWorker(make_shells(plan, stages, senders, receivers, read, inbox.put_all))
+    coordinator = Coordinator(plan.family.pipeline, worker.send)
+    stack.enter_context(_background(_dispatch(inbox, coordinator)))
+    stack.push_async_callback(worker.stop)
+    worker.start()
+    return coordinator, worker
 
 
 async def _dispatch(inbox: Mailbox[FromStage], coordinator: Coordinator) -> None:
@@ -226,12 +124,95 @@ async def _dispatch(inbox: Mailbox[FromStage], coordinator: Coordinator) -> None
 
 @contextlib.contextmanager
 def _background(coroutine: Coroutine[Any, Any, None]) -> Iterator[asyncio.Task[None]]:
-    """A task that lives as long as the block. Its own error ends the block at the next await of it."""
+    """A task that lives as long as the block."""
     task = asyncio.create_task(coroutine)
     try:
         yield task
     finally:
         task.cancel()
+
+
+# --- stages in worker processes -----------------------------------------------------------------------------
+
+
+async def _start_processes(
+    plan: Plan,
+    options: ServeOptions,
+    groups: tuple[WorkerConfig, ...],
+    preprocessor: Preprocessor | None,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[Coordinator, Supervisor]:
+    rings: dict[tuple[str, str], ShmEdge] = {}
+    for source, target in plan.chunk_edges:
+        config = plan.deployment.edge(source, target)
+        capacity_bytes = parse_bytes(config.capacity_bytes, f"edge {source}->{target}.capacity_bytes")
+        rings[source, target] = ShmEdge.create(f"{source}->{target}", capacity_bytes, config.capacity)
+        stack.callback(rings[source, target].close)
+    arena = None
+    if preprocessor is not None:
+        mapped = preprocessor.pool.arena
+        arena = ArenaDescription(mapped.fd, mapped.name, mapped.size)
+    # The closures below are called only once the supervisor runs, when `coordinator` is bound.
+    supervisor = Supervisor(
+        [_worker_spec(group, plan, groups, rings) for group in groups],
+        options,
+        arena,
+        deliver=lambda messages: coordinator.dispatch(messages),
+        on_lost=lambda spec, again: _worker_lost(spec, again, rings, coordinator),
+        config=_supervision(plan.deployment),
+    )
+    coordinator = Coordinator(
+        plan.family.pipeline, supervisor.send, max_replays=plan.deployment.server.max_replays
+    )
+    stack.push_async_callback(supervisor.stop)
+    await supervisor.start()
+    return coordinator, supervisor
+
+
+def _supervision(deployment: Deployment) -> SupervisorConfig:
+    server = deployment.server
+    return SupervisorConfig(
+        heartbeat_s=server.heartbeat_s,
+        hang_after_s=server.hang_after_s,
+        step_limit_s=server.step_limit_s,
+        max_restarts=server.max_restarts,
+    )
+
+
+def _worker_lost(
+    spec: WorkerSpec, again: bool, rings: dict[tuple[str, str], ShmEdge], coordinator: Coordinator
+) -> None:
+    for (source, target), ring in rings.items():
+        if source in spec.stages:
+            ring.mark_dead("sender")
+        if target in spec.stages:
+            ring.mark_dead("receiver")
+        if again and (source in spec.stages or target in spec.stages):
+            ring.reset()
+    for stage in spec.stages:
+        coordinator.stage_lost(stage, restarts=again)
+
+
+def _worker_spec(
+    group: WorkerConfig,
+    plan: Plan,
+    groups: tuple[WorkerConfig, ...],
+    rings: dict[tuple[str, str], ShmEdge],
+) -> WorkerSpec:
+    ends: list[EdgeEnd] = []
+    fds: list[int] = []
+    for (source, target), ring in rings.items():
+        description = ring.description()
+        if source in group.stages:
+            ends.append(EdgeEnd(source, target, "sender", description))
+        if target in group.stages:
+            ends.append(EdgeEnd(source, target, "receiver", description))
+        if source in group.stages or target in group.stages:
+            fds += ring.fds
+    configs = {**plan.deployment.encoders, **plan.deployment.lms}
+    devices = dict.fromkeys(device for stage in group.stages for device in configs[stage].device_list)
+    threads = group.threads or max(1, num_cores() // len(groups))
+    return WorkerSpec(group.name, group.stages, tuple(devices), tuple(ends), threads, tuple(fds))
 
 
 def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:

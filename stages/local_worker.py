@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
 
 from contracts.messages import Shutdown, ToStage
+from stages.service import WorkerInfo
 from stages.shell import StageShell
 
 
@@ -25,6 +27,19 @@ class LocalWorker:
 
     def send(self, stage: str, message: ToStage) -> None:
         self._shells[stage].mailbox.put(message)
+
+    def infos(self) -> tuple[WorkerInfo, ...]:
+        alive = all(thread.is_alive() for thread in self._threads)
+        return (
+            WorkerInfo(
+                name="front",
+                stages=tuple(self._shells),
+                pid=os.getpid(),
+                devices=(),
+                state="ready" if alive else "failed",
+                restarts=0,
+            ),
+        )
 
     async def stop(self) -> None:
         """Ends every shell after what it is doing now; waits for the threads off the loop."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -28,6 +29,9 @@ class Mailbox(Generic[T]):
                 self._filled.set()
 
     def put(self, *items: T) -> None:
+        self.put_all(items)
+
+    def put_all(self, items: Sequence[T]) -> None:
         with self._lock:
             was_empty = not self._items
             self._items.extend(items)

@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -35,10 +36,15 @@ from stages.service import (
     PromptReady,
     StageHealth,
     Tokens,
+    WorkerInfo,
 )
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
+
+
+class WorkerTable(Protocol):
+    def infos(self) -> tuple[WorkerInfo, ...]: ...
 
 
 class OmniService:
@@ -50,6 +56,7 @@ class OmniService:
         family: Family,
         deployment: Deployment,
         coordinator: Coordinator,
+        workers: WorkerTable,
         preprocessor: Preprocessor | None,
         context_length: int,
     ) -> None:
@@ -58,10 +65,13 @@ class OmniService:
         self._family = family
         self._deployment = deployment
         self._coordinator = coordinator
+        self._workers = workers
         self._preprocessor = preprocessor
         self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
         self._context_length = context_length
         self._num_open = 0
+        tokenizer = family.tokenizer
+        self._longest_token_chars = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
 
     # --- generation -------------------------------------------------------------------------------------
 
@@ -169,11 +179,14 @@ class OmniService:
             self._check_token_ids(given)
             return Prompt(list(given))
         tokenizer = self.tokenizer
-        if isinstance(given, str):
+        self._check_text_length(given)
+        if isinstance(given, str):  # a prompt the client has rendered itself: its special tokens are meant
             if len(given) > INLINE_TOKENIZE_CHARS:
-                ids = await asyncio.to_thread(tokenizer.encode, given, add_special_tokens=True)
+                ids = await asyncio.to_thread(
+                    tokenizer.encode, given, add_special_tokens=True, parse_special=True
+                )
             else:
-                ids = tokenizer.encode(given, add_special_tokens=True)
+                ids = tokenizer.encode(given, add_special_tokens=True, parse_special=True)
         elif _num_chars(given) > INLINE_TOKENIZE_CHARS:
             ids = await asyncio.to_thread(tokenizer.encode_conversation, given)
         else:
@@ -181,6 +194,16 @@ class OmniService:
         if not ids:
             raise BadRequest("the prompt is empty", param="prompt")
         return self._family.layout(ids, items)
+
+    def _check_text_length(self, given: Conversation | str) -> None:
+        """Refuses text that cannot fit however it is cut, before tokenising takes time and memory for it."""
+        num_chars = len(given) if isinstance(given, str) else _num_chars(given)
+        if num_chars > self._context_length * self._longest_token_chars:
+            raise ContextLengthExceeded(
+                f"{num_chars} characters of text cannot fit this model's context of"
+                f" {self._context_length} tokens",
+                param="prompt" if isinstance(given, str) else "messages",
+            )
 
     def _check_token_ids(self, token_ids: tuple[int, ...]) -> None:
         vocab_size = self._family.decoder_config.vocab_size
@@ -215,12 +238,20 @@ class OmniService:
     # --- the server as a whole --------------------------------------------------------------------------
 
     def health(self) -> tuple[StageHealth, ...]:
-        return tuple(
+        stages = [
             StageHealth(name, state, detail) for name, (state, detail) in self._coordinator.states.items()
-        )
+        ]
+        if self._preprocessor is not None:
+            works = self._preprocessor.pool.can_work()
+            detail = "" if works else "its worker processes do not start"
+            stages.append(StageHealth("preprocess", "ready" if works else "failed", detail))
+        return tuple(stages)
 
     def ready(self) -> bool:
-        return self._coordinator.all_ready()
+        return all(stage.state == "ready" for stage in self.health())
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self._workers.infos()
 
     def stats(self) -> dict[str, dict[str, float]]:
         stats = dict(self._coordinator.stats)
@@ -228,6 +259,14 @@ class OmniService:
             stats["preprocess"] = self._preprocessor.stats()
         stats["front"] = {"open_requests": float(self._num_open)}
         return stats
+
+    async def stages_changed(self) -> None:
+        """Returns at the next change of a stage's state, or when a request has left."""
+        await self._coordinator.changed()
+
+    @property
+    def preprocessor(self) -> Preprocessor | None:
+        return self._preprocessor
 
     async def drained(self) -> None:
         """Returns when no stage holds anything of any request."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+# Between two kernels the runner's thread needs the interpreter for microseconds; at Python's own 5 ms a busy
+# event loop would keep it waiting for longer than the kernels take.
+SWITCH_INTERVAL_S = 2e-4
 
 
 @dataclass(frozen=True)
@@ -24,3 +29,4 @@ class ServeOptions:
     kv_memory: str | None = None
     allow_private_addresses: bool = False
     api_key: str | None = None
+    workers: Literal["file", "one", "per-stage"] = "file"  # "file": as the deployment's [[worker]] groups say

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from contracts.conversation import Conversation
 from contracts.messages import IntegrityReport, SampleDelta
 from contracts.params import SamplingParams
-from model_families.text import ChatTokenizer
+
+if TYPE_CHECKING:
+    from model_families.text import ChatTokenizer
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,17 @@ class StageHealth(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of /stages."""
+
+    name: str
+    stages: tuple[str, ...]
+    pid: int
+    devices: tuple[str, ...]
+    state: str  # "starting" | "ready" | "restarting" | "failed" | "stopped"
+    restarts: int
+
+
 class Service(Protocol):
     """All methods are called on the front process's event loop."""
 
@@ -88,6 +101,8 @@ class Service(Protocol):
     def health(self) -> tuple[StageHealth, ...]: ...
 
     def ready(self) -> bool: ...
+
+    def workers(self) -> tuple[WorkerInfo, ...]: ...
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Latest counters and gauges by stage (see contracts.messages.StageStats)."""

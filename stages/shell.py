@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,11 @@ class StepResultBatch:
 
     messages: list[FromStage] = field(default_factory=list)
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
+
+
+def _copied(chunk: Chunk) -> Chunk:
+    tensors = {name: tensor.clone() for name, tensor in chunk.tensors.items()}
+    return dataclasses.replace(chunk, tensors=tensors)
 
 
 class StageLogic(Protocol):
@@ -96,6 +102,7 @@ class StageShell:
         self._receivers = receivers
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
+        self.step_started_s: float | None = None  # monotonic; read by the worker's heartbeat from its thread
         self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
 
     async def run(self) -> None:
@@ -166,8 +173,12 @@ class StageShell:
                 # The upstream stage is gone; its own failure is reported by its shell.
                 await asyncio.Event().wait()
                 return
+            if not receiver.hands_over:
+                borrowed, chunk = chunk, _copied(chunk)
+                receiver.release(borrowed)
             self._emit_and_wake(self._logic.accept(chunk))
-            receiver.release(chunk)
+            if receiver.hands_over:
+                receiver.release(chunk)
 
     def _emit_and_wake(self, messages: list[FromStage]) -> None:
         assert self._wake is not None
@@ -184,12 +195,14 @@ class StageShell:
                 self._report_stats(force=True)
                 await self._wake.wait()
                 self._wake.clear()
+            self.step_started_s = time.monotonic()
             batch = await self._logic.step()
             if batch.messages:
                 self._emit(batch.messages)
             for target, chunk in batch.chunks:
                 await self._send(target, chunk)
                 self._logic.sent(chunk)
+            self.step_started_s = None
             self._report_stats(force=False)
             await asyncio.sleep(0)  # lets the pumps run between steps
 

@@ -17,14 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import torch
-import transformers
-
-from tests.tiny_models import build_tiny
-
-transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads, here and in the processes that tests start
 
 SEGMENT_DIRECTORY = Path("/dev/shm")
 GRACE_S = 5.0  # how long something that is already on its way out may take
@@ -36,6 +29,8 @@ DEFAULT_MODEL = ROOT / ".models" / "omnistage-default"
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny("qwen2_5_vl", seed=1, ...)`: the folder of a tiny checkpoint (see `build_tiny`), never written
     to."""
+    from tests.tiny_models import build_tiny  # imports torch and transformers: only where they are needed
+
     built: dict[str, Path] = {}
 
     def build(family: str, seed: int = 0, **overrides: Any) -> Path:

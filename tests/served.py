@@ -9,7 +9,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -24,6 +24,7 @@ from stages.options import ServeOptions
 from stages.service import GenerationRequest, PromptReady
 
 T = TypeVar("T")
+Shape = Literal["file", "one", "per-stage"]
 TIMEOUT_S = 120.0
 
 
@@ -91,8 +92,8 @@ class Answer:
 class Served:
     """Context manager. `overrides` are `PATH=VALUE` settings of the deployment."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        self._options = ServeOptions(model=folder, dtype="float32", overrides=overrides)
+    def __init__(self, folder: Path, *overrides: str, workers: Shape = "one") -> None:
+        self._options = ServeOptions(model=folder, dtype="float32", overrides=overrides, workers=workers)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="served")
         self._error: BaseException | None = None
@@ -162,12 +163,23 @@ class Served:
     def reset_cache(self) -> None:
         self.run(self.service.reset_cache())
 
+    async def worker_restarted(self, stage: str, times: int) -> None:
+        """Returns when the worker of `stage` has been started again that often and is ready."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                (worker,) = (w for w in self.service.workers() if stage in w.stages)
+                if worker.restarts >= times and worker.state == "ready":
+                    return
+                await self.service.stages_changed()
+
     def assert_clean(self) -> None:
         """Every conservation law holds and nothing of any request is left."""
 
         async def check() -> list[str]:
             await self.service.drained()
             reports = await self.service.check_integrity()
-            return [f"{r.stage}: {r.problem or 'busy'}" for r in reports if r.problem or r.busy]
+            while any(r.busy for r in reports):  # the step that was under way at the end has yet to land
+                reports = await self.service.check_integrity()
+            return [f"{r.stage}: {r.problem}" for r in reports if r.problem]
 
         assert self.run(check()) == []

@@ -107,12 +107,15 @@ def test_images_reach_a_composed_model(composed):
     assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
-def test_image_embeddings_are_as_large_as_words(composed):
+def test_image_embeddings_lie_among_the_words(composed):
     inputs = reference_inputs(composed, PICTURE, [noise_image(0)])
     model = reference_model(composed).model
+    words = model.language_model.embed_tokens.weight
     with torch.no_grad():
         image = model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
-    assert 0.3 < image.std() / model.language_model.embed_tokens.weight.std() < 3
+        offset = image - words.mean(0)
+    assert 0.3 < offset.std() / (words - words.mean(0)).std() < 3
+    assert offset.std(0).mean() > 0.1 * offset.std()  # and differ from each other
 
 
 @pytest.mark.parametrize("content", ["hi", "\nhi <b>\n"])
@@ -170,6 +173,8 @@ def test_the_default_model_knows_paris(default_model):
 def test_the_default_model_takes_images(default_model):
     logits = [reference_logits(default_model, PICTURE, [noise_image(seed)])[-1] for seed in (0, 1)]
     assert (logits[0] - logits[1]).abs().max() > 1e-3
+    answer = reference_generate(default_model, PICTURE, [noise_image(0)], 8)
+    assert len(answer) == 8  # it talks, though of nothing it saw
 
 
 @pytest.mark.model

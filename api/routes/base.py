@@ -9,14 +9,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.errors import CLIENT_LEFT_STATUS
 from api.generation import Generation, GenerationGroup
 from api.metrics import Metrics
 from api.sample_text import TextOptions
 from api.schemas import RequestT, parse, read_body
 from api.settings import ApiSettings
 from stages.service import GenerationRequest, Service
-
-CLIENT_LEFT_STATUS = 499  # never reaches anyone: the connection is gone
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ def _token_ids(api: Api, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         special = body.add_special_tokens
         # As the service encodes the prompt of /v1/completions.
-        return tokenizer.encode(body.prompt, add_special_tokens=True if special is None else special)
+        return tokenizer.encode(
+            body.prompt, add_special_tokens=True if special is None else special, parse_special=True
+        )
     assert body.messages is not None
     return tokenizer.encode_conversation(
         conversation_of(

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from api.errors import ErrorFields, error_fields
 from api.routes.base import Api, json_response
 from contracts.errors import ServiceUnavailable
-from stages.service import StageHealth
+from stages.service import StageHealth, WorkerInfo
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -42,6 +42,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Stages(msgspec.Struct, frozen=True):
+    workers: list[WorkerInfo]
     stages: list[StageReport]
 
 
@@ -62,10 +63,10 @@ async def _page(page: str, request: Request) -> Response:
 
 
 async def _health(api: Api, request: Request) -> Response:
-    """Live: asked of the service now. 503 as soon as one stage has failed or stopped."""
+    """Live: asked of the service now. 503 as long as one stage is gone."""
     stages = api.service.health()
     reports = [StageReport(s.stage, s.state, s.detail) for s in stages]
-    broken = [s for s in stages if s.state in ("failed", "stopped")]
+    broken = [s for s in stages if s.state in ("failed", "stopped", "restarting")]
     if not broken:
         return json_response(Health(status="ok", stages=reports))
     return json_response(
@@ -88,11 +89,8 @@ async def _ready(api: Api, request: Request) -> Response:
 
 async def _stages(api: Api, request: Request) -> Response:
     values = api.service.stats()
-    return json_response(
-        Stages(
-            [StageReport(s.stage, s.state, s.detail, values.get(s.stage, {})) for s in api.service.health()]
-        )
-    )
+    reports = [StageReport(s.stage, s.state, s.detail, values.get(s.stage, {})) for s in api.service.health()]
+    return json_response(Stages(list(api.service.workers()), reports))
 
 
 async def _metrics(api: Api, request: Request) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -106,9 +105,9 @@ async def measure(options: ChatOptions, clock: Clock) -> ChatReport:
         )
         await load.closed(workload.warmup, options.concurrency)
         before = await cache_counts(pool)
-        cpu_started_s = time.process_time()
+        cpu_started_s = clock.cpu_s()
         result = await _load(load, workload, options)
-        cpu_s = time.process_time() - cpu_started_s
+        cpu_s = clock.cpu_s() - cpu_started_s
         counters = counts_between(before, await cache_counts(pool))
     finally:
         pool.close()

@@ -36,12 +36,10 @@ class SentPrefixes:
     def observe(self, messages: Sequence[Message]) -> Expectation:
         """What of this request was sent before; from then on all of it was."""
         total = known = 0.0
-        in_prefix = True
         for key, num_tokens in self._chain(messages):
-            in_prefix = in_prefix and key in self._prefixes
-            self._prefixes.add(key)
             total += num_tokens
-            known += num_tokens if in_prefix else 0.0
+            known += num_tokens if key in self._prefixes else 0.0
+            self._prefixes.add(key)
         digests = [image.digest for message in messages for image in message.images]
         num_known = sum(digest in self._images for digest in digests)
         self._images.update(digests)
@@ -52,6 +50,7 @@ class SentPrefixes:
         self._prefixes.update(key for key, _ in self._chain([*messages, Message("assistant", answer)]))
 
     def _chain(self, messages: Sequence[Message]) -> Iterator[tuple[bytes, float]]:
+        """A key stands for everything up to its piece: a known key means a known prefix."""
         key = b""
         for message in messages:
             pieces = [(b"role:" + message.role.encode(), TOKENS_PER_MESSAGE)]

@@ -16,10 +16,17 @@ class Clock(Protocol):
         """Returns once `now()` has reached `at_s`; at once when it already has."""
         ...
 
+    def cpu_s(self) -> float:
+        """CPU seconds this process has used."""
+        ...
+
 
 class MonotonicClock:
     def now(self) -> float:
         return time.perf_counter()
+
+    def cpu_s(self) -> float:
+        return time.process_time()
 
     async def sleep_until(self, at_s: float) -> None:
         delay_s = at_s - self.now()

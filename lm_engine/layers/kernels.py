@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
@@ -89,6 +90,10 @@ class Kernels(Protocol):
     name: str
     attention: AttentionBackend
     fused_pass: FusedPass | None
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """What the residual stream and everything between the layers is kept in."""
+        ...
 
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False

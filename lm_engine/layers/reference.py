@@ -32,6 +32,9 @@ class ReferenceKernels:
         self.attention: AttentionBackend = BatchedAttention()
         self.fused_pass: FusedPass | None = None
 
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return weight_dtype
+
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> ReferenceLinear:

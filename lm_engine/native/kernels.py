@@ -28,6 +28,12 @@ class NativeKernels:
         self.attention: AttentionBackend = NativeAttention(library)
         self.fused_pass: FusedPass | None = None
 
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """float32 whatever the weights: without bfloat16 arithmetic it costs nothing, and rounds six times
+        less
+        (mean logit error of a 135M model against float64: 0.019 instead of 0.127)."""
+        return torch.float32
+
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> NativeLinear:

@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_JOBS = 4, MAX_HELPERS = 255, HELPER_STACK_BYTES = 2 << 20, SPIN_NS = 100 * 1000 };
+enum { MAX_JOBS = 4, MAX_HELPERS = 255, HELPER_STACK_BYTES = 2 << 20, SPIN_NS = 200 * 1000 };
 
 /* A helper reads the fields, then takes a task by exchanging the ticket it saw. The exchange fails if the job has
  * been replaced meanwhile: a new job is published only after all tasks of the old one were taken and finished, and

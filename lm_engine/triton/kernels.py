@@ -33,6 +33,9 @@ class TritonKernels:
         self.attention: AttentionBackend = self._attention
         self.fused_pass: FusedPass | None = DecodePass(self._attention)
 
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return weight_dtype
+
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> TritonLinear:

@@ -112,7 +112,11 @@ def _copy_decoder(llama: LlamaForCausalLM, model: Qwen2_5_VLForConditionalGenera
 
 @torch.no_grad()
 def _draw_tower(model: Qwen2_5_VLForConditionalGeneration) -> None:
-    """Random weights that keep the scale from layer to layer, and embeddings of the size of a word's."""
+    """Random weights that keep the scale from layer to layer, and embeddings that lie among the words.
+
+    Words share a large mean: an image is drawn around it, as far from it as words are. Around zero, the
+    language model would take an image for nothing and end its answer at once.
+    """
     tower: nn.Module = model.model.visual
     generator = torch.Generator().manual_seed(SEED)
     for name, parameter in sorted(tower.named_parameters()):
@@ -125,8 +129,9 @@ def _draw_tower(model: Qwen2_5_VLForConditionalGeneration) -> None:
     noise = torch.randn(256, 3 * TEMPORAL_PATCH_SIZE * PATCH_SIZE**2, generator=generator)
     drawn: Tensor = tower(noise, grid_thw=grid).pooler_output
     words = model.model.language_model.embed_tokens.weight
-    last = tower.get_parameter("merger.mlp.2.weight")
-    last.mul_(words.std() / drawn.std())
+    mean = words.mean(0)
+    tower.get_parameter("merger.mlp.2.weight").mul_((words - mean).std() / drawn.std())
+    tower.get_parameter("merger.mlp.2.bias").copy_(mean)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from stages.service import (
     PromptReady,
     StageHealth,
     Tokens,
+    WorkerInfo,
 )
 
 START, END, IMAGE = 256, 257, 258
@@ -80,6 +81,7 @@ class Script:
     fail_at_step: int | None = None  # 0 is before the first token
     error: Exception | None = None
     hold_at_step: int | None = None  # waits there for `ScriptedService.release`
+    stop_lag_steps: int = 0  # steps that a stopped sample still takes: they were under way
     num_cached: int = 0
     logprobs: Callable[[int, int], TokenLogprobs] | None = None  # (token, position)
 
@@ -94,6 +96,8 @@ class Flow:
 
     request: GenerationRequest
     stopped: set[int] = field(default_factory=set)
+    stopped_at: dict[int, int] = field(default_factory=dict)  # positions, of samples stopped by the client
+    position: int = 0
     num_steps: int = 0
     outcome: str = "open"
 
@@ -174,6 +178,7 @@ class ScriptedService:
                 await self._notify()
                 await self.release.wait()
             await asyncio.sleep(0)
+            flow.position = position
             deltas = self._step(script, flow, answers, position, max_tokens)
             if not deltas:
                 return
@@ -188,7 +193,8 @@ class ScriptedService:
         deltas = []
         for sample, answer in enumerate(answers):
             tokens = answer[:max_tokens][position : position + script.per_step]
-            if sample in flow.stopped or not tokens:
+            lag = script.stop_lag_steps * script.per_step
+            if position >= flow.stopped_at.get(sample, CONTEXT) + lag or not tokens:
                 continue
             at_end = position + len(tokens) == min(len(answer), max_tokens)
             ended = at_end and tokens[-1] == END
@@ -221,13 +227,18 @@ class ScriptedService:
         return ids, {"image": num_images * IMAGE_TOKENS} if num_images else {}
 
     def stop_sample(self, request_id: str, sample: int) -> None:
-        self.flows[request_id].stopped.add(sample)
+        flow = self.flows[request_id]
+        flow.stopped.add(sample)
+        flow.stopped_at[sample] = flow.position + 1
 
     def health(self) -> tuple[StageHealth, ...]:
         return self.stages
 
     def ready(self) -> bool:
         return all(stage.state == "ready" for stage in self.stages)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return (WorkerInfo(name="w", stages=("lm",), pid=7, devices=("cpu",), state="ready", restarts=2),)
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self.values

@@ -193,6 +193,22 @@ def test_stop_string_ends_the_sample_in_the_service() -> None:
     assert service.last.num_steps == len("one two")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_under_way_when_a_stop_matched_are_dropped(stream: bool) -> None:
+    service = ScriptedService(Script([tuple(b"abcdef"), tuple(b"xyzxyz")], stop_lag_steps=2))
+    body = {**user("a"), "n": 2, "stop": "b", "stream": stream, "stream_options": None}
+    response = post(service, "/v1/chat/completions", body)
+    if stream:
+        *chunks, last = events_of(response)
+        assert last == "[DONE]"
+        found = [c for chunk in chunks for c in chunk["choices"] if c["index"] == 0]
+        assert "".join(c["delta"].get("content") or "" for c in found) == "a"
+        assert [c["finish_reason"] for c in found].count("stop") == 1
+    else:
+        assert [c["message"]["content"] for c in response.json()["choices"]] == ["a", "xyzxyz"]
+        assert response.json()["usage"]["completion_tokens"] == 2 + 7
+
+
 def test_tokens_after_a_stop_in_the_same_step_do_not_count() -> None:
     service = ScriptedService(Script([tuple(b"abcdef")], per_step=6))
     answer = with_client(service, lambda c: c.chat.completions.create(model="toy", messages=ASK, stop="b"))

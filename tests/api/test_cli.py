@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -136,6 +137,51 @@ def test_serves_until_told_to_stop(
 
     asyncio.run(run())
     assert stopped == ["service"]
+
+
+SIGNALLED = """
+import asyncio, sys
+from contextlib import asynccontextmanager
+from api import cli
+from api.settings import ApiSettings
+from stages.options import ServeOptions
+from tests.api.fakes import Script, ScriptedService
+
+@asynccontextmanager
+async def starting():
+    try:
+        if sys.argv[1] == "loading":
+            print("loading", flush=True)
+            await asyncio.Event().wait()
+        yield ScriptedService(Script(hold_at_step=2))
+    finally:
+        await asyncio.sleep(0)
+        print("stages stopped", flush=True)
+
+with asyncio.Runner(loop_factory=cli._loop_factory()) as runner:
+    runner.run(cli.serve(starting(), ServeOptions(port=0), ApiSettings(drain_timeout_s=1)))
+print("clean end", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("phase", "number"), [("loading", signal.SIGINT), ("serving", signal.SIGTERM)])
+def test_signal_stops_the_stages(phase: str, number: signal.Signals) -> None:
+    """uvicorn's own handling would end the process between the last answer and the end of the stages."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED, phase],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("loading" if phase == "loading" else "omnistage serves")
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    assert out.startswith("stages stopped")
+    if phase == "serving":
+        assert out.endswith("clean end\n")
+        assert process.returncode == 0
 
 
 # --- settings -----------------------------------------------------------------------------------------------

@@ -49,8 +49,11 @@ def test_health_is_per_stage(state: str, health: int, ready: int) -> None:
 def test_stages_show_their_values() -> None:
     service = ScriptedService()
     service.values = {"thinker": {"num_requests_running": 2.0}}
-    stages = get(service, "/stages").json()["stages"]
-    assert [s["values"] for s in stages] == [{}, {"num_requests_running": 2.0}]
+    body = get(service, "/stages").json()
+    assert [s["values"] for s in body["stages"]] == [{}, {"num_requests_running": 2.0}]
+    assert body["workers"] == [
+        {"name": "w", "stages": ["lm"], "pid": 7, "devices": ["cpu"], "state": "ready", "restarts": 2}
+    ]
 
 
 def test_cache_reset() -> None:

@@ -193,3 +193,16 @@ def test_unknown_model_names(path: str, name: str) -> None:
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert len(response.content) < 400
+
+
+def test_a_top_k_beyond_every_vocabulary_leaves_out_nothing() -> None:
+    service = ScriptedService()
+    assert post(service, CHAT, {**user("hi"), "top_k": 2**63}).status_code == 200
+    assert service.last.request.sampling.top_k == service.tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "allowed_token_ids", "truncate_prompt_tokens"])
+def test_fields_that_would_change_the_answer_are_not_ignored(field: str) -> None:
+    response = post(ScriptedService(), CHAT, {**user("hi"), field: {"a": 1}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field

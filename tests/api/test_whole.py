@@ -12,7 +12,7 @@ import pytest
 
 from stages.launch import serve_service
 from stages.options import ServeOptions
-from tests.api.serving import running
+from tests.api.serving import TIMEOUT_S, running
 from tests.served import data_url, picture
 
 Tiny = Callable[..., Path]
@@ -35,8 +35,11 @@ def with_model(folder: Path, use: Callable[[openai.AsyncOpenAI, str], Awaitable[
             ):
                 result = await use(client, service.card.names[0])
             await service.drained()
-            reports = await service.check_integrity()
-            assert [r.stage for r in reports if r.problem or r.busy] == []
+            async with asyncio.timeout(TIMEOUT_S):  # a step may be under way when its last request ends
+                reports = await service.check_integrity()
+                while any(r.busy for r in reports):
+                    reports = await service.check_integrity()
+            assert [f"{r.stage}: {r.problem}" for r in reports if r.problem] == []
             return result
 
     return asyncio.run(run())

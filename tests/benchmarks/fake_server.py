@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from benchmarks.wire.clock import MonotonicClock
+
 WAIT_S = 20
 
 
@@ -29,12 +31,22 @@ class FakeClock:
     async def sleep_until(self, at_s: float) -> None:
         self.now_s = max(self.now_s, at_s)
 
+    def cpu_s(self) -> float:
+        return 0.0
+
     async def until_read(self, send: Callable[[], None]) -> None:
         before = self._reads
         send()
         while self._reads == before:
             self._read.clear()
             await asyncio.wait_for(self._read.wait(), WAIT_S)
+
+
+class IdleClock(MonotonicClock):
+    """Real time, but the fake server in the same process costs the client nothing."""
+
+    def cpu_s(self) -> float:
+        return 0.0
 
 
 @dataclass

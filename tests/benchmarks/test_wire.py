@@ -197,6 +197,11 @@ def test_usage_on_the_last_chunk_only_is_no_running_count() -> None:
     assert timing_of(record).itls_ms == (1000.0,)
 
 
+def test_a_running_count_that_misses_tokens_is_not_believed() -> None:
+    record = timed((100.5, text("a", 1)), (101.5, text("b", 2)), (101.5, finish() + usage(9, 4) + DONE))
+    assert timing_of(record).itls_ms == (500.0, 500.0)
+
+
 def test_without_usage_chunks_are_counted_and_said_to_be() -> None:
     record = timed((100.5, text("a")), (100.75, text("b")), (100.75, finish() + DONE))
     assert record.usage is None

@@ -87,6 +87,8 @@ def test_one_seed_gives_the_same_bytes_and_another_seed_others() -> None:
 
     assert sent(CONFIG) == sent(CONFIG)
     assert sent(CONFIG) != sent(replace(CONFIG, seed=6))
+    one, other = build_workload(CONFIG), build_workload(replace(CONFIG, seed=6))
+    assert not set(one.sessions[0].turns) & set(other.sessions[0].turns)
     assert build_workload(CONFIG).sha256 == build_workload(CONFIG).sha256
     hashes = [
         build_workload(replace(CONFIG, **change)).sha256
@@ -182,6 +184,13 @@ def test_a_window_drops_old_images_and_with_them_the_prefix() -> None:
     assert observed(workload) == [(0, 6, 0, 1), (6, 17, 1, 2), (4, 27, 1, 2)]
     shown = [len(message.images) for message in workload.request(workload.sessions[0], 2, ["", ""])]
     assert shown == [0, 0, 1, 0, 1]
+
+
+def test_a_window_keeps_the_last_images_of_a_message_with_many() -> None:
+    shown = tuple(picture(name) for name in "abc")
+    many = Session("", (Turn("q", shown, "a"),))
+    (message,) = Workload((many,), (), window=2).request(many, 0, [])
+    assert message.images == shown[1:]
 
 
 def test_the_same_request_again_is_known_whole() -> None:

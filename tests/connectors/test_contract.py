@@ -4,23 +4,36 @@ byte-exact."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
+from connectors.shm import ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
 
+POOL_BYTES = 24 << 20
 Factory = Callable[[int], tuple[Sender, Receiver]]
 
 
-@pytest.fixture(params=["inproc"])
-def pair(request: pytest.FixtureRequest) -> Factory:
-    return {"inproc": lambda capacity: inproc_pair("test", capacity)}[request.param]
+@pytest.fixture(params=["inproc", "shm"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
+    with contextlib.ExitStack() as stack:
+
+        def shm_pair(capacity: int) -> tuple[Sender, Receiver]:
+            edge = ShmEdge.create("test", POOL_BYTES, capacity)
+            stack.callback(edge.close)
+            sender, receiver = ShmSender(edge.description()), ShmReceiver(edge.description())
+            stack.callback(sender.close)
+            stack.callback(receiver.close)
+            return sender, receiver
+
+        yield {"inproc": lambda capacity: inproc_pair("test", capacity), "shm": shm_pair}[request.param]
 
 
 def chunk(request_id: str, seq: int, *, stream: str = "s", last: bool = False, tensor=None) -> Chunk:
@@ -87,6 +100,17 @@ def test_cancel_frees_credits_and_spares_other_requests(pair: Factory) -> None:
         receiver.cancel("a")
         await blocked
         assert [(await receiver.receive()).request_id for _ in range(2)] == ["b", "c"]
+
+    run(main())
+
+
+def test_a_receiver_cancel_does_not_break_the_senders_stream(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(2)
+        await sender.send(chunk("a", 0))
+        receiver.cancel("a")
+        await sender.send(chunk("a", 1))  # it has not heard of the end yet
+        assert (await receiver.receive()).seq == 1
 
     run(main())
 

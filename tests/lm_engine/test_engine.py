@@ -1,6 +1,7 @@
 """The engine's loops: whatever the schedule, each sample gets exactly the reference's tokens."""
 
 import asyncio
+import dataclasses
 import gc
 import threading
 import weakref
@@ -224,7 +225,12 @@ def test_waiting_for_embeddings_is_no_work(overlap):
 @BOTH_LOOPS
 def test_requests_for_embeddings_do_not_wait_for_a_running_step(overlap):
     release = threading.Event()
-    client = Client(config_of(overlap=overlap), threaded=True, gate=lambda plan: release.wait(20), hold=True)
+
+    def gate(plan):
+        if not release.wait(5):
+            raise RuntimeError("nobody lets the step run")
+
+    client = Client(config_of(overlap=overlap), threaded=True, gate=gate, hold=True)
     client.add("a", PICTURE)
 
     async def go():
@@ -372,6 +378,17 @@ def test_dropped_embeddings_are_asked_for_again():
     asyncio.run(go())
     client.check()
     assert waits.asked == [0, 0]
+
+
+@BOTH_LOOPS
+def test_a_picture_that_another_request_computes_meanwhile_is_not_asked_for(overlap):
+    client = Client(config_of(overlap=overlap, max_resident_embedding_tokens=8))
+    prompt = prompt_of(Image("same", 8), [1, 2, 3, 4, 5])
+    first, second = client.add("first", prompt), client.add("second", prompt)
+    client.run()
+    client.check()
+    assert (first.asked, second.asked) == ([0], [])
+    assert second.num_cached == 12
 
 
 @BOTH_LOOPS
@@ -597,6 +614,29 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(overlap, thread
     client.run()
     client.check("again")
     assert again.num_cached == 0  # nothing that the failed step wrote is trusted
+    client.engine.close()
+
+
+@BOTH_LOOPS
+def test_values_that_are_not_finite_fail_their_request_alone(overlap, monkeypatch):  # API-12
+    client = Client(config_of(overlap=overlap, max_sequences=2))
+    compute = client.runner._run
+
+    def run(plan):
+        result = compute(plan)
+        bad = tuple(s.slot for s in result.sampled if plan.step_id == 3)[:1]
+        return dataclasses.replace(result, failed_slots=bad)
+
+    monkeypatch.setattr(client.runner, "_run", run)
+    for i in range(3):
+        client.add(f"r{i}", prompt_of([i + 1] * 9), drawn(i))
+    client.run()
+    failed = [name for name, answer in client.answers.items() if answer.error is not None]
+    assert failed == ["r0"]
+    assert "not finite" in client.answers["r0"].error.error.message
+    client.check("r1", "r2")
+    assert client.engine.is_idle()
+    assert client.engine.check_integrity() is None
     client.engine.close()
 
 

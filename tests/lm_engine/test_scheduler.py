@@ -361,6 +361,16 @@ def test_a_sample_does_not_fork_from_a_prefill_of_the_same_step():
     assert chunks(step) == [(0, 8), (0, 7)]
 
 
+def test_a_preempted_sequence_waits_for_the_token_it_drew():
+    scheduler, (request,) = scheduler_of(prompt_of([1, 2, 3]))
+    scheduler.plan()
+    preempt(scheduler, request.sequences[0])
+    assert scheduler.plan()[0] is None  # its last token is not known on the host yet
+    land(request, 9)
+    step, _ = scheduler.plan()
+    assert step.plan.admissions[0].token_ids == [1, 2, 3, 9]
+
+
 def test_nobody_is_admitted_in_a_step_that_preempted():
     config = config_of(num_blocks=6, max_sequences=2, policy="priority")
     scheduler = Scheduler(config)

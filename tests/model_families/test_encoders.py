@@ -253,3 +253,20 @@ def test_the_tower_on_cuda_equals_the_cpu(family, folder):
     half = MODULES[family].load_encoder(folder, spec_of(folder), device, torch.bfloat16)
     error = (torch.cat(half.encode(inputs)).cpu().float() - exact).norm() / exact.norm()
     assert error < 0.05
+
+
+def test_window_order_visits_windows_and_their_units_row_by_row():
+    grids, size = [(1, 46, 30), (2, 8, 10)], 4
+    order, lengths = window_order(pack_grids(grids, 2), size)
+    expected_order, expected_lengths, first = [], [], 0
+    for frames, rows, columns in [(t, h // 2, w // 2) for t, h, w in grids]:
+        for _ in range(frames):
+            units = first + np.arange(rows * columns).reshape(rows, columns)
+            first += rows * columns
+            for y in range(0, rows, size):
+                for x in range(0, columns, size):
+                    window = units[y : y + size, x : x + size]
+                    expected_order += window.reshape(-1).tolist()
+                    expected_lengths.append(window.size * 4)
+    assert order.tolist() == expected_order
+    assert lengths.tolist() == expected_lengths

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tests.served import Answer, Served, Turn, hf_messages, picture
-from tests.tiny_models import FAMILIES, VISION_FAMILIES, reference_inputs, reference_model
+from tests.tiny_models import FAMILIES, PADDED_VOCAB, VISION_FAMILIES, reference_inputs, reference_model
 
 NEW_TOKENS = 12
+NEVER = PADDED_VOCAB - 1  # a row of padding, never the likeliest (None would mean the model's own)
 
 A, B, C, D = picture(1), picture(2, 112, 60), picture(3, 56, 140), picture(4)
 
@@ -61,16 +63,21 @@ def expected(folder: Path, family: str, name: str) -> tuple[list[int], torch.Ten
 
 
 @torch.no_grad()
-def oracle(folder: Path, turns: Sequence[Turn]) -> tuple[list[int], torch.Tensor]:
+def oracle(
+    folder: Path, turns: Sequence[Turn], new_tokens: int = NEW_TOKENS, ignore_eos: bool = False
+) -> tuple[list[int], torch.Tensor]:
     inputs = reference_inputs(folder, *hf_messages(turns))
-    out = reference_model(folder).generate(
-        **inputs,
-        attention_mask=torch.ones_like(inputs["input_ids"]),
-        max_new_tokens=NEW_TOKENS,
+    model = reference_model(folder)
+    config = GenerationConfig(
+        max_new_tokens=new_tokens,
         do_sample=False,
+        eos_token_id=NEVER if ignore_eos else model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.pad_token_id,
         return_dict_in_generate=True,
         output_logits=True,
     )
+    mask = torch.ones_like(inputs["input_ids"])
+    out = model.generate(**inputs, attention_mask=mask, generation_config=config)
     tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     return tokens, torch.log_softmax(torch.cat(out.logits).float(), -1)
 
@@ -122,30 +129,28 @@ def test_eight_at_once(tiny: Callable[[str], Path], family: str, settings: tuple
 @pytest.mark.parametrize("overlap", ["true", "false"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted_midway(tiny: Callable[[str], Path], family: str, overlap: str) -> None:
-    """All prompts fit the KV pool, their answers do not: requests are preempted and resume."""
-    folder = tiny(family)
-    conversations = [
-        [("user", [f"{word} there, the answer is"])] for word in ("hello", "who is", "out", "in")
-    ]
+    """Two prompts fit the KV pool and their answers do not: whoever comes second is preempted and resumes."""
+    folder, new_tokens = tiny(family), 48
+    conversations = [[("user", [f"{word} there, the answer is"])] for word in ("hello", "who is", "out")]
     if family in VISION_FAMILIES:
-        conversations += [IMAGES["1 image"], IMAGES["image in an earlier turn"]]
+        conversations = [conversations[0], IMAGES["1 image"], IMAGES["image in an earlier turn"]]
     lengths = [reference_inputs(folder, *hf_messages(c))["input_ids"].shape[1] for c in conversations]
     config = reference_model(folder).config.get_text_config()
     block_bytes = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4
-    num_blocks = 1 + sum(-(-length // 4) for length in lengths) + 2
+    num_blocks = 1 + -(-(2 * max(lengths) + new_tokens) // 4)
     settings = (
         f"thinker.kv_memory={num_blocks * block_bytes}",
         "thinker.block_size=4",
         f"thinker.overlap={overlap}",
-        f"thinker.max_context={max(lengths) + NEW_TOKENS}",
+        f"thinker.max_context={max(lengths) + new_tokens}",
         "thinker.prefix_cache=false",
     )
     with Served(folder, *settings) as served:
-        for turns in conversations:  # so that pictures are known and all requests meet in the scheduler
+        for turns in conversations:  # so that pictures are known and the requests meet in the scheduler
             served.ask(turns, max_tokens=1)
-        answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
+        answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=5)
         for turns, answer in zip(conversations, answers, strict=True):
-            assert_same(answer, oracle(folder, turns))
+            assert_same(answer, oracle(folder, turns, new_tokens, ignore_eos=True))
         assert served.stats("thinker")["num_preemptions_total"] > 0
         served.assert_clean()
 

@@ -165,7 +165,7 @@ def test_a_wake_up_that_meets_a_dying_worker_goes_to_the_next_one() -> None:
             select.select([dying._pidfd], [], [], 10)
             dying._reap()  # its slot learns of it in the very turn in which the job wakes it
             await assert_works(pool)
-            await until(lambda: pool._slots[0].done())
+            await until(lambda: 0 in pool._starved)
 
     run(scenario)
 
@@ -379,11 +379,16 @@ def test_workers_that_do_not_start_are_an_error_not_a_hang() -> None:
         await pool.close()
 
         async with running() as pool:
+            module = pool.config.worker_module
             object.__setattr__(pool.config, "worker_module", "tests.preprocess.no_such_module")
             with pytest.raises(ServiceUnavailable):
                 await pool.process(job(b"crash\n"))
+            assert not pool.can_work()
             with pytest.raises(ServiceUnavailable):
                 await pool.process(job(GOOD))
+            object.__setattr__(pool.config, "worker_module", module)
+            await until(pool.can_work)  # tried again after a pause, for as long as it takes
+            await assert_works(pool)
 
     run(scenario)
 

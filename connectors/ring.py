@@ -1,0 +1,263 @@
+"""The memory of a shared-memory edge: who writes which word of it, how a write is published, the bells.
+
+    words      one to a cache line, each with one writer
+    messages   sender → receiver: a slot that holds a chunk, or the cancellation of one
+    returns    receiver → sender: a slot that is free again
+    slots      one per chunk credit: a preamble, and the chunk itself when it is small
+    pool       the larger chunks
+
+Nothing is locked, so a process may be killed at any instruction. An entry or chunk is written first and the
+word that counts it last, so what a dead process left half-written was never visible. The words are aligned
+and 8 bytes long: one store instruction on x86-64 and aarch64. x86-64 keeps stores, and loads, in order; where
+the hardware does not, a fence does. A bell is rung after every publication and words are read again after it
+is heard, so no wake-up is lost.
+
+Counting words carry the edge's epoch. A reset by the parent starts the next epoch: words of an earlier one
+count for nothing, and the sender writes nothing before the receiver has shown (by a RETURNED word of the new
+epoch) that it holds no view of the old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from connectors.wire import ALIGNMENT, Memory, align
+from contracts.errors import EngineError
+
+End = Literal["sender", "receiver"]
+
+INLINE_BYTES = 5 * 1024 - ALIGNMENT  # a payload of 4 KiB and its header
+SLOT_BYTES = ALIGNMENT + INLINE_BYTES
+WORD = 8
+CANCELLATION = 1 << 32  # flag of a message entry
+MESSAGES_PER_CHUNK = 3  # unread: the last chunk's cancellation, this chunk, its cancellation
+FIRST_EPOCH = 1
+_COUNT_BITS = 44  # 2**44 messages an epoch, 2**20 epochs
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
+
+class Word(enum.IntEnum):
+    """Index among 64-bit words, a cache line apart."""
+
+    EPOCH = 0  # parent
+    SENDER_DEAD = 8  # parent: the epoch in which it was told so; likewise below
+    RECEIVER_DEAD = 16  # parent
+    SENDER_ATTACHED = 24  # sender
+    SENDER_CLOSED = 32  # sender
+    SENT = 40  # sender: count of message entries
+    RECEIVER_ATTACHED = 48  # receiver
+    RECEIVER_CLOSED = 56  # receiver
+    RETURNED = 64  # receiver (the parent, when there is none): count of return entries
+
+
+WORDS_BYTES = len(Word) * ALIGNMENT
+_ATTACHED = {"sender": Word.SENDER_ATTACHED, "receiver": Word.RECEIVER_ATTACHED}
+_CLOSED = {"sender": Word.SENDER_CLOSED, "receiver": Word.RECEIVER_CLOSED}
+_DEAD = {"sender": Word.SENDER_DEAD, "receiver": Word.RECEIVER_DEAD}
+
+
+class ShmDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """What an end needs to open an edge: its inherited descriptors and its sizes."""
+
+    name: str
+    memory_fd: int
+    to_sender_fd: int
+    to_receiver_fd: int
+    pool_bytes: int
+    max_chunks: int
+
+    @property
+    def messages_offset(self) -> int:
+        return WORDS_BYTES
+
+    @property
+    def returns_offset(self) -> int:
+        return self.messages_offset + align(MESSAGES_PER_CHUNK * self.max_chunks * WORD)
+
+    @property
+    def slots_offset(self) -> int:
+        return self.returns_offset + align(self.max_chunks * WORD)
+
+    @property
+    def pool_offset(self) -> int:
+        return self.slots_offset + self.max_chunks * SLOT_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        return self.pool_offset + self.pool_bytes
+
+
+class Ring:
+    """An edge's memory in this process."""
+
+    def __init__(self, description: ShmDescription) -> None:
+        self.description = description
+        self.memory = Memory(memoryview(mmap.mmap(description.memory_fd, description.total_bytes)))
+        self._words = self.memory.pages.cast("Q")
+        self._fence_lock = threading.Lock()
+        self._fence_lock.acquire()
+        self._messages = description.messages_offset // WORD
+        self._num_messages = MESSAGES_PER_CHUNK * description.max_chunks
+        self._returns = description.returns_offset // WORD
+        self._num_returns = description.max_chunks
+        self._slots = description.slots_offset
+        self._pool = description.pool_offset
+
+    # --- words ----------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self._load(Word.EPOCH)
+
+    def start_epoch(self, epoch: int) -> None:
+        """The parent's."""
+        self._store(Word.EPOCH, epoch)
+
+    def attach(self, end: End) -> int:
+        """Takes the end for this process; the epoch it takes part in."""
+        epoch = self.epoch
+        if self._load(_ATTACHED[end]) == epoch:
+            raise EngineError(f"edge {self.description.name} has its {end} already: reset it first")
+        self.follow(end, epoch)
+        return epoch
+
+    def follow(self, end: End, epoch: int) -> None:
+        self._store(_ATTACHED[end], epoch)
+
+    def was_attached(self, end: End) -> bool:
+        return self._load(_ATTACHED[end]) > 0
+
+    def close(self, end: End, epoch: int) -> None:
+        self._store(_CLOSED[end], epoch)
+
+    def mark_dead(self, end: End) -> None:
+        self._store(_DEAD[end], self.epoch)
+
+    def is_gone(self, end: End, epoch: int) -> bool:
+        return self._load(_CLOSED[end]) == epoch or self._load(_DEAD[end]) == epoch
+
+    def count(self, word: Word, epoch: int) -> int | None:
+        """None when the word's writer has not come to `epoch`."""
+        value = self._load(word)
+        return value & _COUNT_MASK if value >> _COUNT_BITS == epoch else None
+
+    def publish(self, word: Word, epoch: int, count: int) -> None:
+        assert count <= _COUNT_MASK
+        self._store(word, epoch << _COUNT_BITS | count)
+
+    # --- entries and preambles: plain reads and writes, ordered by the words that count them ----------------
+
+    def message(self, index: int) -> int:
+        return self._words[self._messages + index % self._num_messages]
+
+    def put_message(self, index: int, entry: int) -> None:
+        self._words[self._messages + index % self._num_messages] = entry
+
+    def returned_slot(self, index: int) -> int:
+        return self._words[self._returns + index % self._num_returns]
+
+    def put_return(self, index: int, slot: int) -> None:
+        self._words[self._returns + index % self._num_returns] = slot
+
+    def body_offset(self, slot: int, span: int | None) -> int:
+        """Where a chunk lies: in the pool at `span`, or behind its slot's preamble."""
+        if span is not None:
+            return self._pool + span
+        return self._slots + slot * SLOT_BYTES + ALIGNMENT
+
+    def put_preamble(self, slot: int, body_offset: int, header_nbytes: int, sent_ns: int) -> None:
+        place = (self._slots + slot * SLOT_BYTES) // WORD
+        words = self._words
+        words[place], words[place + 1], words[place + 2] = body_offset, header_nbytes, sent_ns
+
+    def preamble(self, slot: int) -> tuple[int, int, int]:
+        """(body offset, header bytes, monotonic ns of sending)"""
+        place = (self._slots + slot * SLOT_BYTES) // WORD
+        words = self._words
+        return words[place], words[place + 1], words[place + 2]
+
+    def _load(self, word: Word) -> int:
+        value = self._words[word]
+        self._fence()
+        return value
+
+    def _store(self, word: Word, value: int) -> None:
+        self._fence()
+        self._words[word] = value
+
+    def _fence(self) -> None:
+        """A full memory barrier: a release and then an acquire of a lock of our own, which nothing passes."""
+        self._fence_lock.release()
+        self._fence_lock.acquire()
+
+
+class Bell:
+    """The eventfds of an edge as one end sees them: it rings the peer and hears its own. Duplicates, so that
+    every end closes what it owns."""
+
+    def __init__(self, own_fd: int, peer_fd: int) -> None:
+        self._own_fd, self._peer_fd = os.dup(own_fd), os.dup(peer_fd)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._round_rung = False  # rung in this round of the loop
+        self._round_owes = False  # and had reason to ring since
+
+    def ring(self) -> None:
+        os.eventfd_write(self._peer_fd, 1)
+
+    def ring_soon(self) -> None:
+        """Rings at most twice a round of the loop, however often it is called: now, and at its end."""
+        if self._round_rung:
+            self._round_owes = True
+            return
+        self.ring()
+        if self._loop is not None:
+            self._round_rung = True
+            self._loop.call_soon(self._end_round)
+
+    def _end_round(self) -> None:
+        self._round_rung = False
+        if self._round_owes and not self._closed:
+            self._round_owes = False
+            self.ring()
+
+    def watch(self, heard: Callable[[], None]) -> None:
+        """Calls `heard` on the running loop whenever the peer rings. Idempotent; one loop at a time."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._own_fd, heard)
+
+    def answer(self) -> None:
+        try:
+            os.eventfd_read(self._own_fd)
+        except BlockingIOError:  # it was answered between the loop's look and ours
+            return
+
+    def unwatch(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._own_fd)
+        self._loop = None
+
+    def close(self) -> None:
+        self._closed = True
+        self.unwatch()
+        os.close(self._own_fd)
+        os.close(self._peer_fd)
+
+
+def sealed_memfd(name: str, size: int) -> int:
+    """Memory with no name in any file system, gone with its last holder."""
+    fd = os.memfd_create(f"omnistage-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    # An end gone wrong must not shrink the file: reading past its end would kill the other (SIGBUS).
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd

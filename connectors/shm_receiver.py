@@ -1,0 +1,169 @@
+"""The receiving end of a shared-memory edge: hands out views, returns slots."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+
+from connectors import wire
+from connectors.ring import CANCELLATION, Bell, Ring, ShmDescription, Word
+from connectors.stats import EdgeStats
+from contracts.chunks import Chunk
+from contracts.errors import PeerLost
+
+
+class ShmReceiver:
+    """See `connectors.interface.Receiver`. All calls on one event loop."""
+
+    hands_over = False
+
+    def __init__(self, description: ShmDescription) -> None:
+        self.stats = EdgeStats()
+        self._ring = Ring(description)
+        self._bell = Bell(description.to_receiver_fd, description.to_sender_fd)
+        self._closed = False
+        self._news = asyncio.Event()
+        self._stale: dict[int, Chunk] = {}  # id(chunk) → chunk: held since before a reset
+        self._held: dict[int, tuple[int, Chunk]] = {}  # id(chunk) → its slot; received, not released
+        self._begin(self._ring.attach("receiver"))
+
+    async def receive(self) -> Chunk:
+        """What was sent before the sender closed or died is still delivered."""
+        waited = False
+        while True:
+            if self._queue:
+                return self._deliver()
+            if self._closed:
+                raise PeerLost(f"edge {self._ring.description.name} is closed")
+            self._bell.watch(self._heard)  # before the look at the words: what comes after it is heard
+            self._news.clear()
+            self._follow()
+            gone = self._ring.is_gone("sender", self._epoch)  # before the last look for chunks
+            self._collect()
+            if self._queue:
+                continue
+            if gone:
+                raise PeerLost(f"edge {self._ring.description.name} has lost its sender")
+            self.stats.waits_total += not waited
+            waited = True
+            await self._news.wait()
+
+    def release(self, chunk: Chunk) -> None:
+        if not self._closed:
+            self._follow()
+        if self._stale.pop(id(chunk), None) is not None:
+            self._show_ready()
+            return
+        slot, held = self._held.pop(id(chunk), (0, None))
+        assert held is chunk, f"edge {self._ring.description.name}: released a chunk that is not held"
+        if not self._closed:
+            self._give_back(slot)
+
+    def cancel(self, request_id: str) -> None:
+        if self._closed:
+            return
+        self._follow()
+        self._collect()
+        for slot in [slot for slot, (chunk, _) in self._queue.items() if chunk.request_id == request_id]:
+            self._drop(slot)
+        for key in [key for key in self._next_seq if key[0] == request_id]:
+            del self._next_seq[key]
+
+    def pin(self) -> None:
+        """Registers the edge's memory with CUDA: copies of received tensors to a GPU can be asynchronous.
+        Hold the chunk until they are done."""
+        self._ring.memory.pin()
+
+    def close(self) -> None:
+        """Every view handed out ends here. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.clear()
+        self._ring.close("receiver", self._epoch)
+        self._bell.ring()
+        self._bell.close()
+        self._news.set()
+        self._ring.memory.unpin()
+
+    # --- epochs ---------------------------------------------------------------------------------------------
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._queue: OrderedDict[int, tuple[Chunk, int]] = OrderedDict()  # slot → chunk, ns of sending
+        self._next_seq: dict[tuple[str, str], int] = {}
+        self._num_messages = 0
+        self._num_returned = 0
+        self._shown_ready = False
+        self._show_ready()
+
+    def _show_ready(self) -> None:
+        """Lets the sender of this epoch begin, once no view of an earlier one is left."""
+        if not self._closed and not self._shown_ready and not self._stale:
+            self._shown_ready = True
+            self._ring.publish(Word.RETURNED, self._epoch, 0)
+            self._bell.ring()
+
+    def _follow(self) -> None:
+        """Takes notice of a reset."""
+        epoch = self._ring.epoch
+        if epoch != self._epoch:
+            self._stale |= {key: chunk for key, (_, chunk) in self._held.items()}
+            self._held.clear()
+            self._ring.follow("receiver", epoch)
+            self._begin(epoch)
+
+    # --- chunks ---------------------------------------------------------------------------------------------
+
+    def _heard(self) -> None:
+        self._bell.answer()
+        self._follow()
+        self._collect()  # cancellations are obeyed even while nobody receives
+        self._news.set()
+
+    def _collect(self) -> None:
+        """Takes the sender's new messages, in order."""
+        count = self._ring.count(Word.SENT, self._epoch) or 0
+        while self._num_messages < count:
+            entry = self._ring.message(self._num_messages)
+            self._num_messages += 1
+            slot = entry & ~CANCELLATION
+            if not entry & CANCELLATION:
+                body_offset, header_nbytes, sent_ns = self._ring.preamble(slot)
+                self._queue[slot] = wire.read(self._ring.memory, body_offset, header_nbytes), sent_ns
+            elif slot in self._queue:
+                self._drop(slot)
+
+    def _deliver(self) -> Chunk:
+        slot, (chunk, sent_ns) = self._queue.popitem(last=False)
+        self._check_seq(chunk)
+        self._held[id(chunk)] = slot, chunk
+        self.stats.chunks_total += 1
+        self.stats.bytes_total += chunk.nbytes
+        self.stats.wait_seconds_total += (time.monotonic_ns() - sent_ns) / 1e9
+        return chunk
+
+    def _check_seq(self, chunk: Chunk) -> None:
+        """A stream starts at 0, starts again at 0 after its cancellation, and has no gap in between. What the
+        sender goes on with after a cancellation on this side is passed on as it comes."""
+        key = (chunk.request_id, chunk.stream)
+        expected = self._next_seq.get(key, chunk.seq)
+        assert chunk.seq in (expected, 0), (
+            f"edge {self._ring.description.name}: {key} brings {chunk.seq}, expected {expected}"
+        )
+        if chunk.last:
+            self._next_seq.pop(key, None)
+        else:
+            self._next_seq[key] = chunk.seq + 1
+
+    def _drop(self, slot: int) -> None:
+        chunk, _ = self._queue.pop(slot)
+        self._next_seq.pop((chunk.request_id, chunk.stream), None)
+        self._give_back(slot)
+
+    def _give_back(self, slot: int) -> None:
+        self._ring.put_return(self._num_returned, slot)
+        self._num_returned += 1
+        self._ring.publish(Word.RETURNED, self._epoch, self._num_returned)
+        self._bell.ring_soon()

@@ -1,0 +1,121 @@
+"""A worker process: hosts the shells of its stages, one thread each, and speaks to the front process over
+ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import torch
+import zmq
+import zmq.asyncio
+
+from contracts.messages import FromStage
+from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
+from stages.edges import ArenaDescription, EdgeEnd, open_arena, open_edge_ends
+from stages.local_worker import LocalWorker
+from stages.mailbox import Mailbox
+from stages.options import SWITCH_INTERVAL_S, ServeOptions
+from stages.planning import make_plan
+from stages.stage_logics import make_shells
+
+PR_SET_PDEATHSIG = 1
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a worker needs; descriptors named in it are inherited."""
+
+    name: str
+    stages: tuple[str, ...]
+    endpoint: str
+    token: str
+    parent_pid: int
+    options: ServeOptions
+    edges: tuple[EdgeEnd, ...]
+    arena: ArenaDescription | None
+    threads: int
+    heartbeat_s: float
+
+
+class _Worker:
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._outbox: Mailbox[FromStage] = Mailbox()
+        plan = make_plan(setup.options, check_memory=False)  # the front process checked it
+        senders, receivers = open_edge_ends(setup.edges)
+        read = open_arena(setup.arena) if setup.arena is not None else None
+        self._shells = make_shells(plan, setup.stages, senders, receivers, read, self._outbox.put_all)
+        self._local = LocalWorker(self._shells)
+
+    async def run(self) -> None:
+        self._outbox.bind()
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.set_hwm(0)
+        socket.connect(self._setup.endpoint)
+        try:
+            await socket.send(encode(Hello(self._setup.name, self._setup.token, os.getpid())))
+            self._local.start()
+            tasks = [asyncio.create_task(self._send_all(socket)), asyncio.create_task(self._beat(socket))]
+            await self._receive_all(socket)
+            await self._local.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            socket.close(linger=0)
+            context.term()
+
+    async def _receive_all(self, socket: zmq.asyncio.Socket) -> None:
+        """Returns on StopWorker."""
+        while True:
+            message: ControlToWorker = decode_to_worker(await socket.recv())
+            if isinstance(message, StopWorker):
+                return
+            for stage, content in message.messages:
+                self._local.send(stage, content)
+
+    async def _send_all(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            await socket.send(encode(FromWorker(await self._outbox.drain())))
+
+    async def _beat(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            await asyncio.sleep(self._setup.heartbeat_s)
+            now = time.monotonic()
+            started = {shell.name: shell.step_started_s for shell in self._shells}
+            busy = {name: now - since for name, since in started.items() if since is not None}
+            await socket.send(encode(Heartbeat(busy)))
+
+
+def die_with(parent_pid: int) -> None:
+    """The kernel ends this process when its parent ends, however that happens."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        sys.exit(1)  # it ended before the line above
+
+
+def main() -> None:
+    setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup, dec_hook=_decode_path)
+    die_with(setup.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front process decides; ^C reaches the whole group
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {setup.name}: %(message)s")
+    torch.set_num_threads(setup.threads)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    asyncio.run(_Worker(setup).run())
+
+
+def _decode_path(kind: type, value: object) -> object:
+    return kind(value)
+
+
+if __name__ == "__main__":
+    main()

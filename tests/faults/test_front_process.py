@@ -1,0 +1,129 @@
+"""The front process: it drains on SIGTERM, and however it ends, its workers end with it and leave nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT_S = 120
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "api.cli", "serve", str(folder), "--port", "0"]
+        command += ["--workers", "per-stage", "--kv-memory", "8MiB", "--dtype", "float32"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found is not None, f"the server did not start: {line!r}"
+        self.url = found.group()
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=LIMIT_S) as response:
+            return json.load(response)
+
+    def open_stream(self, max_tokens: int) -> Any:
+        body = {
+            "messages": [{"role": "user", "content": "hello there"}],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            self.url + "/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=LIMIT_S)
+
+    def accepts_connections(self) -> bool:
+        host, port = self.url.removeprefix("http://").split(":")
+        try:
+            socket.create_connection((host, int(port)), LIMIT_S).close()
+        except ConnectionError:
+            return False
+        return True
+
+    def descendants(self) -> list[int]:
+        found, todo = [], [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                children = [int(c) for c in (task / "children").read_text().split()]
+                found += children
+                todo += children
+        return found
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(LIMIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def server(tiny: Callable[[str], Path]) -> Iterator[Server]:
+    server = Server(tiny("qwen2_5_vl"))
+    yield server
+    server.close()
+
+
+def wait_for_end(pidfds: list[int]) -> None:
+    for descriptor in pidfds:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        assert poller.poll(LIMIT_S * 1000), "a process outlived the front process"
+        os.close(descriptor)
+
+
+def test_kill_9_leaves_no_process(server: Server) -> None:
+    workers = server.get("/stages")["workers"]
+    assert [w["state"] for w in workers] == ["ready", "ready"]
+    pids = server.descendants()
+    assert {w["pid"] for w in workers} < set(pids), "preprocessing workers too"
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    server.process.kill()
+    wait_for_end(pidfds)
+
+
+def test_sigterm_drains(server: Server) -> None:
+    """What is under way is finished; then every process ends."""
+    pidfds = [os.pidfd_open(pid) for pid in server.descendants()]
+    with server.open_stream(max_tokens=150) as stream:
+        assert stream.readline().startswith(b"data: ")
+        server.process.send_signal(signal.SIGTERM)
+        rest = stream.read()
+    assert rest.rstrip().endswith(b"data: [DONE]")
+    assert b'"finish_reason":"length"' in rest
+    assert server.process.wait(LIMIT_S) == 0
+    wait_for_end(pidfds)
+
+
+def test_a_second_signal_ends_at_once(server: Server) -> None:
+    pidfds = [os.pidfd_open(pid) for pid in server.descendants()]
+    with server.open_stream(max_tokens=4000) as stream:
+        assert stream.readline().startswith(b"data: ")
+        server.process.send_signal(signal.SIGTERM)
+        while server.accepts_connections():  # until the first signal has been taken
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(http.client.IncompleteRead):  # cut, not finished
+            stream.read()
+    server.process.wait(LIMIT_S)
+    wait_for_end(pidfds)
