@@ -76,7 +76,7 @@ class TimedRunner(Runner):
 class Figures:
     prefill_s: float
     tpot_ms: float  # with DEPTH steps in flight, each result awaited
-    ahead_ms: float  # all steps submitted at once: the device alone
+    ahead_ms: float  # all steps submitted at once
     host_ms: float
     floor_ms: float
 
@@ -201,7 +201,7 @@ def main() -> None:
     )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {model.attention.name} attention")
     print(f"weights {source.num_bytes / 1e9:.2f} GB, context {options.context}, {options.steps} steps")
-    print("   batch   TPOT ms  device ms   host ms  floor ms     tok/s  prefill s  tok/s with prefill")
+    print("   batch   TPOT ms   ahead ms   host ms  floor ms     tok/s  prefill s  tok/s with prefill")
     for num_sequences in options.batches:
         found = measure(runner, num_sequences, options, source.num_bytes)
         total_s = found.prefill_s + options.steps * found.tpot_ms / 1e3

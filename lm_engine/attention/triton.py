@@ -7,6 +7,7 @@ sequences, S splits, H heads of a group.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class TritonAttention:
         block_h, block_d = next_power(per_group), max(next_power(head_dim), 16)
         block_q = max((_TILE_ROWS if block_d <= 128 else _TILE_ROWS // 2) // block_h, 1)
         if interpreted():
-            block_q = max(16 // block_h, 1)
+            block_q = max(64 // block_h, 1)
         out_TX = q_TX.new_empty(num_tokens, heads.num_heads * head_dim)
         grid = (num_tokens // block_q + num_sequences, heads.num_kv_heads)
         mixed_attention[grid](
@@ -101,7 +102,7 @@ class TritonAttention:
             D=head_dim,
             BLOCK_D=block_d,
             BLOCK_Q=block_q,
-            BLOCK_L=16 if interpreted() else 64 if block_d <= 128 else 32,
+            BLOCK_L=64 if block_d <= 128 else 32,
             BLOCK_SIZE=kv.block_size,
             PRECISION=dot_precision(q_TX.dtype),
             num_warps=8 if block_q * block_h >= 128 else 4,
@@ -130,7 +131,8 @@ class TritonAttention:
         assert num_rows * num_groups <= _MAX_PAIRS
         per_group = heads.num_heads // num_groups
         part_h = next_power(per_group)
-        num_splits = choose_splits(num_rows * num_groups, metadata.max_sequence_length)
+        tile = choose_tile(num_rows * num_groups, metadata.max_sequence_length, head_dim)
+        num_splits = tile.splits
         parts = (num_rows, num_groups, num_splits, part_h)
         sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_RX.device)
         stats = torch.empty(*parts, 2, dtype=torch.float32, device=qkv_RX.device)
@@ -160,25 +162,39 @@ class TritonAttention:
             D=head_dim,
             BLOCK_D=max(next_power(head_dim), 16),
             BLOCK_P=max(next_power(head_dim // 2), 16),
-            BLOCK_L=16 if interpreted() else 64 if head_dim <= 128 else 32,
+            BLOCK_L=tile.keys,
             BLOCK_SIZE=kv.block_size,
             NUM_SPLITS=num_splits,
             CHUNK_S=max(1, 64 // (part_h * max(head_dim // 128, 1))),
             NORM=norm is not None,
             PRECISION=dot_precision(qkv_RX.dtype),
-            num_warps=4,
+            num_warps=tile.num_warps,
             num_stages=2,
             **launch_options(qkv_RX.device),
         )
         return out_RX
 
 
-def choose_splits(num_pairs: int, max_length: int) -> int:
-    """Parts of each sequence's keys; those that a sequence is too short for end at once. A power of two, so
-    that few kernels are compiled."""
-    wanted = max(1, -(-2 * _FEW_PROGRAMS // num_pairs))
-    longest = -(-max_length // (16 if interpreted() else 64))
-    return min(next_power(wanted), next_power(longest), _MAX_SPLITS)
+@dataclass(frozen=True)
+class DecodeTile:
+    """`splits` is the most parts of a sequence's keys; those that it is too short for end at once."""
+
+    keys: int
+    splits: int
+    num_warps: int
+
+
+def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
+    """As measured on an H200. Few warps: a tile's work is small, and warps wait for each other. Splits are a
+    power of two, so that few kernels are compiled."""
+    wanted = next_power(max(1, -(-2 * _FEW_PROGRAMS // num_pairs)))
+    keys, num_warps = (64, 2) if wanted > 1 else (128, 8)
+    if head_dim > 128:
+        keys //= 2
+    if interpreted():
+        keys = 32
+    longest = -(-max_length // keys)
+    return DecodeTile(keys, min(wanted, next_power(longest), _MAX_SPLITS), num_warps)
 
 
 def _rope_heads(

@@ -27,6 +27,13 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if uses_pdl(device) else {"PDL": False}
 
 
+@cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """The most one program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def dot_precision(dtype: torch.dtype) -> Precision:
     """float32 products are exact; of no matter for 16-bit operands."""
     return "ieee" if dtype is torch.float32 else "tf32"

@@ -5,7 +5,7 @@ Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -13,12 +13,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from lm_engine.triton.jit.linear import gemv, skinny_gemm
-from lm_engine.triton.launch import dot_precision, interpreted, launch_options, next_power
+from lm_engine.triton.launch import (
+    dot_precision,
+    interpreted,
+    launch_options,
+    next_power,
+    shared_memory_bytes,
+)
 
 MAX_SKINNY_ROWS = 64
 _MAX_TILES = 1 << 14  # of a split linear
 _NUM_PROCESSORS = 132
-_MAX_PREFETCH = 512  # inputs of each output: 1 KiB
+_OTHER_SHARED_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class TritonLinear:
             out_MO = torch.empty(num_rows, num_outputs, dtype=dtype, device=x_MI.device)
         assert out_MO.shape == (num_rows, num_outputs)
         assert out_MO.is_contiguous()
-        blocks = blocks or choose_blocks(num_rows, num_outputs, self.in_features, gated)
+        blocks = blocks or choose_blocks(x_MI, num_outputs, gated)
         if num_rows == 1:
             self._launch_row(x_MI, norm, residual_MO, out_MO, gated, blocks)
         else:
@@ -128,7 +134,12 @@ class TritonLinear:
         )
 
     def _launch_rows(
-        self, x_MI: Tensor, residual_MO: Tensor | None, out_MO: Tensor, gated: bool, blocks: Blocks
+        self,
+        x_MI: Tensor,
+        residual_MO: Tensor | None,
+        out_MO: Tensor,
+        gated: bool,
+        blocks: Blocks,
     ) -> None:
         num_rows, num_outputs = out_MO.shape
         num_tiles = triton.cdiv(num_outputs, blocks.outputs)
@@ -154,7 +165,6 @@ class TritonLinear:
             BLOCK_N=blocks.outputs,
             BLOCK_K=blocks.inputs,
             SPLITS=blocks.splits,
-            PREFETCH_K=max(64, min(next_power(self.in_features // blocks.splits), _MAX_PREFETCH)),
             BIAS=self.bias_O is not None,
             RESIDUAL=residual_MO is not None,
             GATED=gated,
@@ -169,14 +179,30 @@ def make_arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-def choose_blocks(num_rows: int, num_outputs: int, num_inputs: int, gated: bool) -> Blocks:
-    """As measured on an H200; programs must be a few for each of 132 multiprocessors."""
+def choose_blocks(x_MI: Tensor, num_outputs: int, gated: bool) -> Blocks:
+    """As measured on an H200; programs must be a few for each of its 132 multiprocessors."""
+    num_rows, num_inputs = x_MI.shape
     if interpreted():
-        return Blocks(16, 32, 1, splits=1 if gated else 2)
+        return Blocks(64, 64, 1, splits=1 if gated else 2)
     if num_rows == 1:
         if num_inputs > 4096:
-            return Blocks(1, 0, 16, programs=1)
-        return Blocks(2 if gated else 4, 0, 8, programs=3)
-    inputs = 128 if num_inputs >= 128 else 64
-    splits = 1 if gated or num_outputs > 8192 else 4
-    return Blocks(64, inputs, 4, 4, splits=splits)
+            return Blocks(2, 0, 16, programs=1)
+        if gated:
+            return Blocks(2, 0, 4, programs=4)
+        return Blocks(4, 0, 4, programs=8 if num_outputs > 16384 else 4)
+    inputs = 256 // x_MI.element_size()
+    if gated:
+        return _with_stages(4, Blocks(128, inputs // 2, 8), x_MI, num_tiles=2)
+    if num_outputs > 16384:
+        return _with_stages(4, Blocks(64, inputs, 4), x_MI)
+    if num_inputs > 4096 or num_outputs <= 2048:
+        return _with_stages(6, Blocks(64, inputs, 4, splits=4), x_MI)
+    return _with_stages(4, Blocks(64, inputs, 4, splits=2), x_MI)
+
+
+def _with_stages(wanted: int, blocks: Blocks, x_MI: Tensor, num_tiles: int = 1) -> Blocks:
+    """As many of the wanted stages as the device's shared memory holds beside a little of everything else."""
+    rows = num_tiles * blocks.outputs + max(next_power(x_MI.shape[0]), 16)
+    stage_bytes = rows * blocks.inputs * x_MI.element_size()
+    fitting = (shared_memory_bytes(x_MI.device) - _OTHER_SHARED_BYTES) // stage_bytes
+    return replace(blocks, num_stages=max(1, min(wanted, fitting)))

@@ -10,7 +10,8 @@ import torch
 
 from contracts.params import SamplingParams
 from lm_engine.attention.reference import SequenceAttention
-from lm_engine.plan import SpanPiece
+from lm_engine.plan import SequenceStep, SpanPiece
+from lm_engine.sampler import Needs, RowParams, sample
 from tests.lm_engine.random_decoder import tiny_decoder
 from tests.lm_engine.stepping import TIMEOUT_S, Host, greedy
 from tests.lm_engine.test_sampler import reference_penalise
@@ -110,6 +111,84 @@ class _Gated:
     def forward(self, *args):
         assert self.gate.wait(TIMEOUT_S)
         return self.gated_forward(*args)
+
+
+class TorchGraphs:
+    """What graphs promise the runner, in torch operations on any device."""
+
+    max_rows = 8
+
+    def __init__(self, runner):
+        self.runner, self.num_replays = runner, 0
+
+    def replay(self, packed_4R):
+        self.num_replays += 1
+        table, model = self.runner.table, self.runner.model
+        for slot, _, block, column in packed_4R.T.tolist():
+            if block:
+                table.block_tables[slot, column] = block
+        steps = [SequenceStep(slot, start, 1, (), False) for slot, start in packed_4R[:2].T.tolist()]
+        inputs = table.step_inputs(steps)
+        hidden_RH = model.forward(
+            model.embed(inputs.token_ids_T),
+            inputs.positions_AT,
+            self.runner.kv,
+            self.runner.attention,
+            inputs.metadata,
+            None,
+        )
+        logits_RV = model.logits(hidden_RH)
+        slots, next_index = torch.from_numpy(packed_4R[:2].astype(np.int64)) + torch.tensor([[0], [1]])
+        nothing = torch.zeros(len(slots))
+        row_params = RowParams(
+            table.floats[slots, 0], nothing + 1, nothing, table.top_k[slots], table.seed[slots], next_index
+        )
+        sampled = sample(logits_RV.clone(), row_params, Needs(random=True))
+        table.token_ids[slots, next_index] = sampled.token_R.int()
+        return logits_RV, sampled
+
+
+def test_replayed_decodes_draw_what_launched_ones_draw(decoder):
+    """Whatever the sampling: the graph draws for all, rows that need more are drawn again."""
+    kinds, stops = [greedy(), SamplingParams(temperature=0.9), *KINDS, greedy(logprobs=2)], (0, 5, 11)
+    chosen = [[0], [0, 1], [1, 0, 8], list(range(1, 9))]
+    for members in chosen:
+        tokens = {False: [], True: []}
+        for replays in (False, True):
+            with Host(decoder) as host:
+                if replays:
+                    host.runner._graphs = graphs = TorchGraphs(host.runner)
+                for slot, kind in enumerate(members):
+                    host.admit(
+                        slot,
+                        prompt(3 + 2 * slot, slot),
+                        sampling=kinds[kind],
+                        seed=slot,
+                        stop_token_ids=stops,
+                    )
+                futures = [host.submit(*((slot, 3 + 2 * slot) for slot in range(len(members))))]
+                order = [*range(1, len(members)), 0]
+                futures += [host.submit(*((slot, 1) for slot in order)) for _ in range(9)]
+                tokens[replays] = [future.result(TIMEOUT_S) for future in futures]
+        assert graphs.num_replays == 9
+        assert [r.sampled for r in tokens[True]] == [r.sampled for r in tokens[False]]
+
+
+def test_only_steps_of_decodes_are_replayed(decoder):
+    with Host(decoder) as host:
+        host.runner._graphs = graphs = TorchGraphs(host.runner)
+        host.admit(0, prompt(9))
+        host.step((0, 8))
+        host.step((0, 1))  # the prompt's last token is a decode like any other
+        assert graphs.num_replays == 1
+        host.admit(1, prompt(1))
+        host.step((0, 1), (1, 1))
+        assert graphs.num_replays == 1
+        graphs.max_rows = 1
+        host.step((0, 1), (1, 1))
+        assert graphs.num_replays == 1
+        host.step((0, 1))
+        assert graphs.num_replays == 2
 
 
 def test_a_preempted_sequence_goes_on_with_the_same_tokens(decoder):

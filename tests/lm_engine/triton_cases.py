@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from contracts.errors import EngineError
+from contracts.params import SamplingParams
 from lm_engine.attention.reference import SequenceAttention
-from lm_engine.attention.triton import TritonAttention, choose_splits
+from lm_engine.attention.triton import TritonAttention, choose_tile
 from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, PagedKV, RopeConfig
+from lm_engine.plan import Admission, SequenceStep, StepPlan
+from lm_engine.request_table import RequestTable
+from lm_engine.sampler import Needs, RowParams, sample
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
+from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 from tests.lm_engine.test_attention import MIXES, Case
 
@@ -163,10 +169,9 @@ def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [True, False])
 @pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode"])
-@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(6, 2, 16), (3, 1, 24)])
-def test_from_the_projection_through_rotation_and_cache(dtype, with_norm, mix, heads, groups, head_dim):
+@pytest.mark.parametrize(("heads", "groups", "head_dim", "with_norm"), [(6, 2, 16, True), (3, 1, 24, False)])
+def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, groups, head_dim, with_norm):
     """Both fused paths: chunks in one launch, decodes with split keys. Twice: counters must come back."""
     case = on_device(
         Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
@@ -192,10 +197,11 @@ def test_from_the_projection_through_rotation_and_cache(dtype, with_norm, mix, h
 
 
 def test_decodes_are_split_where_programs_are_few():
-    assert choose_splits(2, 4096) == 64
-    assert choose_splits(64, 4096) == 8
-    assert choose_splits(1024, 4096) == 1
-    assert choose_splits(2, 1) == 1
+    splits = [
+        choose_tile(pairs, length, 128).splits for pairs, length in ((2, 8192), (64, 8192), (1024, 8192))
+    ]
+    assert splits[0] > splits[1] > splits[2] == 1
+    assert choose_tile(2, 1, 128).splits == 1
 
 
 # --- the whole decoder --------------------------------------------------------------------------------------
@@ -224,7 +230,7 @@ def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
 
 def test_foreign_attention_goes_with_the_kernels(kernels):
     decoder = Decoder(tiny_config(head_dim=16, rope=ROPE), RandomSource(device=DEVICE), kernels)
-    case = on_device(Case(LENGTHS["decodes"], block_size=16, heads=4, groups=2, head_dim=16))
+    case = on_device(Case(LENGTHS["one decode"], block_size=16, heads=4, groups=2, head_dim=16))
     token_ids = torch.arange(len(case.q_TND), device=DEVICE)
     outputs = []
     for attention in (decoder.attention, SequenceAttention()):
@@ -233,6 +239,111 @@ def test_foreign_attention_goes_with_the_kernels(kernels):
             decoder.forward(decoder.embed(token_ids), token_ids[None], kv, attention, case.metadata)
         )
     assert_near(outputs[1], outputs[0], torch.float32)
+
+
+# --- the ends of a decode step ------------------------------------------------------------------------------
+VOCABULARY = 4500  # chunks of 2048: two full, one partial
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.5),
+    SamplingParams(temperature=0.0),
+]
+
+
+def filled_table(num_axes, block_size=4):
+    """Prompts of 3, 8, 13 and 18 tokens in slots 5, 4, 3, 2; each has one more token."""
+    table = RequestTable(
+        vocab_size=VOCABULARY,
+        num_axes=num_axes,
+        max_sequences=6,
+        max_length=32,
+        block_size=block_size,
+        device=DEVICE,
+    )
+    admissions = []
+    for i, sampling in enumerate(KINDS):
+        length = 3 + 5 * i
+        tokens = np.random.default_rng(i).integers(0, VOCABULARY, length + 1).tolist()
+        positions = np.arange(length) * np.arange(1, num_axes + 1)[:, None]
+        blocks = tuple(range(1 + 8 * i, 1 + 8 * i + -(-length // block_size)))
+        seed = 2**63 + i if i % 2 else i
+        admissions.append(Admission(5 - i, tokens, length, positions, 2 - i, sampling, seed, blocks))
+    table.turn_over((), admissions)
+    table.write_admissions(admissions)
+    table.append_blocks(StepPlan(0, (), tuple(admissions), (), (), ()))
+    return table
+
+
+def decode_steps(table):
+    """Computes the token after each prompt; slot 4's and no other's fills a new block."""
+    steps = []
+    for i in range(len(KINDS)):
+        start = 3 + 5 * i
+        new = () if table.rows[5 - i].num_blocks * table.block_size > start else (60,)
+        steps.append(SequenceStep(5 - i, start, 1, new, samples=True))
+    assert [len(step.new_block_ids) for step in steps] == [0, 1, 0, 0]
+    return steps
+
+
+def pad(packed_4R, size):
+    padded = np.zeros((4, size), dtype=np.int32)
+    padded[0] = -1
+    padded[:, : packed_4R.shape[1]] = packed_4R
+    return torch.from_numpy(padded).to(DEVICE)
+
+
+@pytest.mark.parametrize("num_axes", [1, 3])
+def test_decode_inputs_are_those_of_the_plain_table(num_axes):
+    plain, table = filled_table(num_axes), filled_table(num_axes)
+    steps = decode_steps(plain)
+    plain.append_blocks(StepPlan(1, (), (), (), tuple(steps), ()))
+    expected = plain.step_inputs(steps)
+    buffers = DecodeBuffers.allocate(6, table)
+    buffers.packed_4R.copy_(pad(table.pack_decodes(steps), 6))
+    buffers.token_ids_R.fill_(-7)
+    prepare_inputs(buffers, table)
+    metadata, wanted = buffers.metadata, expected.metadata
+    assert torch.equal(table.block_tables, plain.block_tables)
+    assert torch.equal(buffers.token_ids_R[:4], expected.token_ids_T)
+    assert torch.equal(buffers.positions_AR[:, :4], expected.positions_AT)
+    assert torch.equal(metadata.sequence_lengths[:4], wanted.sequence_lengths)
+    assert torch.equal(metadata.slot_mapping[:4], wanted.slot_mapping)
+    for row, length in enumerate(wanted.host_sequence_lengths):
+        num_blocks = -(-length // table.block_size)
+        assert torch.equal(metadata.block_tables[row, :num_blocks], wanted.block_tables[row, :num_blocks])
+    # Padding computes token 0 into the scratch block.
+    assert buffers.token_ids_R[4:].tolist() == [0, 0]
+    assert metadata.sequence_lengths[4:].tolist() == [1, 1]
+    assert metadata.slot_mapping[4:].tolist() == [0, 0]
+
+
+def test_tokens_are_drawn_as_by_the_sampler():
+    table = filled_table(1)
+    steps = decode_steps(table)
+    packed_4R = table.pack_decodes(steps)
+    logits_RV = normal(6, VOCABULARY) * 2
+    logits_RV[3, 4400] = torch.nan
+    slots_S = torch.tensor([step.slot for step in steps], device=DEVICE)
+    next_index_S = torch.tensor([step.start + 1 for step in steps], device=DEVICE)
+    temperature_S, top_p_S, min_p_S, *_ = table.floats[slots_S].unbind(1)
+    params = RowParams(
+        temperature_S, top_p_S, min_p_S, table.top_k[slots_S], table.seed[slots_S], next_index_S
+    )
+    expected = sample(logits_RV[:4].clone(), params, Needs(random=True))
+    buffers = DecodeBuffers.allocate(6, table)
+    buffers.packed_4R.copy_(pad(packed_4R, 6))
+    before = table.token_ids.clone()
+    arrivals = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        buffers.results_2R.fill_(-7)
+        draw(logits_RV, buffers, table, arrivals)
+        assert buffers.results_2R[0, :4].tolist() == expected.token_R.tolist()
+        assert buffers.results_2R[1].tolist() == [1, 1, 1, 0, 1, 1]
+        assert not arrivals.any()
+    assert len(set(expected.token_R.tolist())) == 4
+    before[slots_S, next_index_S] = expected.token_R.int()
+    assert torch.equal(table.token_ids, before)
 
 
 def test_selection_by_name():

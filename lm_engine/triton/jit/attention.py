@@ -326,6 +326,40 @@ def decode_attention(
 
 
 @triton.jit
+def _load_parts(
+    sums_ptr,
+    first,
+    num_active,
+    H: tl.constexpr,
+    PART_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK_S: tl.constexpr,
+):
+    splits_C = first + tl.arange(0, CHUNK_S)
+    heads_H = tl.arange(0, PART_H)
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_CH = (splits_C < num_active)[:, None] & (heads_H < H)[None, :]
+    part_CH = splits_C[:, None] * PART_H + heads_H[None, :]
+    return tl.load(
+        sums_ptr + part_CH[:, :, None] * D + dims_D[None, None, :],
+        mask=inside_CH[:, :, None] & (dims_D < D)[None, None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _load_stats(stats_ptr, first, num_active, H: tl.constexpr, PART_H: tl.constexpr, COUNT: tl.constexpr):
+    splits_S = first + tl.arange(0, COUNT)
+    heads_H = tl.arange(0, PART_H)
+    inside_SH = (splits_S < num_active)[:, None] & (heads_H < H)[None, :]
+    places_SH = stats_ptr + (splits_S[:, None] * PART_H + heads_H[None, :]) * 2
+    best_SH = tl.load(places_SH, mask=inside_SH, other=-float("inf"))
+    mass_SH = tl.load(places_SH + 1, mask=inside_SH, other=0.0)
+    return best_SH, mass_SH
+
+
+@triton.jit
 def _merge(
     sums_ptr,
     stats_ptr,
@@ -338,30 +372,21 @@ def _merge(
     NUM_SPLITS: tl.constexpr,
     CHUNK_S: tl.constexpr,
 ):
+    # Loads first: each waits as long as one memory access, none for another.
+    all_best_SH, all_mass_SH = _load_stats(stats_ptr, 0, num_active, H, PART_H, NUM_SPLITS)
+    best_CH, _ = _load_stats(stats_ptr, 0, num_active, H, PART_H, CHUNK_S)
+    part_CHD = _load_parts(sums_ptr, 0, num_active, H, PART_H, D, BLOCK_D, CHUNK_S)
     heads_H = tl.arange(0, PART_H)
     dims_D = tl.arange(0, BLOCK_D)
     inside_H = heads_H < H
-    splits_S = tl.arange(0, NUM_SPLITS)
-    inside_SH = (splits_S < num_active)[:, None] & inside_H[None, :]
-    stats_SH = stats_ptr + (splits_S[:, None] * PART_H + heads_H[None, :]) * 2
-    best_SH = tl.load(stats_SH, mask=inside_SH, other=-float("inf"))
-    best_H = tl.where(inside_H, tl.max(best_SH, axis=0), 0.0)
-    shares_SH = tl.exp2(best_SH - best_H[None, :])
-    mass_H = tl.sum(tl.load(stats_SH + 1, mask=inside_SH, other=0.0) * shares_SH, axis=0)
+    best_H = tl.where(inside_H, tl.max(all_best_SH, axis=0), 0.0)
+    mass_H = tl.sum(all_mass_SH * tl.exp2(all_best_SH - best_H[None, :]), axis=0)
     mass_H = tl.where(inside_H, mass_H, 1.0)
-    sum_HD = tl.zeros([PART_H, BLOCK_D], tl.float32)
-    for start in tl.range(0, num_active, CHUNK_S):
-        chunk_C = start + tl.arange(0, CHUNK_S)
-        inside_CH = (chunk_C < num_active)[:, None] & inside_H[None, :]
-        part_CH = chunk_C[:, None] * PART_H + heads_H[None, :]
-        part_CHD = tl.load(
-            sums_ptr + part_CH[:, :, None] * D + dims_D[None, None, :],
-            mask=inside_CH[:, :, None] & (dims_D < D)[None, None, :],
-            other=0.0,
-        )
-        part_best_CH = tl.load(stats_ptr + part_CH * 2, mask=inside_CH, other=-float("inf"))
-        part_shares_CH = tl.exp2(part_best_CH - best_H[None, :])
-        sum_HD += tl.sum(part_CHD * part_shares_CH[:, :, None], axis=0)
+    sum_HD = tl.sum(part_CHD * tl.exp2(best_CH - best_H[None, :])[:, :, None], axis=0)
+    for start in tl.range(CHUNK_S, num_active, CHUNK_S):
+        best_CH, _ = _load_stats(stats_ptr, start, num_active, H, PART_H, CHUNK_S)
+        part_CHD = _load_parts(sums_ptr, start, num_active, H, PART_H, D, BLOCK_D, CHUNK_S)
+        sum_HD += tl.sum(part_CHD * tl.exp2(best_CH - best_H[None, :])[:, :, None], axis=0)
     out_HD = (sum_HD / mass_H[:, None]).to(out_ptr.dtype.element_ty)
     inside_HD = inside_H[:, None] & (dims_D < D)[None, :]
     tl.store(out_ptr + heads_H[:, None] * D + dims_D[None, :], out_HD, mask=inside_HD)

@@ -8,7 +8,7 @@ Shapes: M rows, N outputs, K inputs.
 import triton
 import triton.language as tl
 
-from lm_engine.triton.jit.order import after_predecessors, prefetch_to_l2
+from lm_engine.triton.jit.order import after_predecessors
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def gemv(
         up_tile_NK = tl.load(weights_NK + up_offset, mask=inside_NK, other=0.0)
     if NORM:
         norm_K = tl.load(norm_ptr + columns_K, mask=inside_K, other=0.0).to(tl.float32)
-    after_predecessors(PDL)
+    after_predecessors(PDL, EARLY=True)
     x_K = tl.load(x_ptr + columns_K, mask=inside_K, other=0.0).to(tl.float32)
     scale = 1.0
     if NORM:
@@ -94,7 +94,6 @@ def skinny_gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    PREFETCH_K: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -115,13 +114,7 @@ def skinny_gemm(
     columns_K = tl.arange(0, BLOCK_K)
     weights_NK = weight_ptr + rows_N[:, None] * K + columns_K[None, :]
     up_offset = num_outputs.to(tl.int64) * K
-    if PDL:
-        lines_L = tl.minimum(first + tl.arange(0, PREFETCH_K // 64) * 64, K - 1)
-        lines_NL = weight_ptr + rows_N[:, None] * K + lines_L[None, :]
-        prefetch_to_l2(lines_NL, PDL)
-        if GATED:
-            prefetch_to_l2(lines_NL + up_offset, PDL)
-    after_predecessors(PDL)
+    after_predecessors(PDL, EARLY=True)
     sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(first, end, BLOCK_K):

@@ -1,8 +1,12 @@
 """Programmatic dependent launch: how a kernel starts before the one in front of it has ended.
 
-Every kernel waits (`after_predecessors`) before it touches what an earlier kernel wrote, and only then lets
-the next one start. So when a kernel starts, all but its direct predecessor are complete: before waiting it
-may read weights, and what the last kernel but one, or an older one, wrote.
+Every kernel waits (`after_predecessors`) before it touches what an earlier kernel wrote, so a kernel's end
+still follows that of all before it. What it may do before waiting depends on when those before let it start:
+
+    linears       let the next kernel start at once (EARLY). Before they wait they read weights alone.
+    all others    let it start only after their own wait.
+    attention     reads lengths, block tables and older keys before it waits: written by earlier steps, and by
+                  this step's first kernel. Both are complete, since that kernel is launched without all this.
 """
 
 import triton
@@ -11,21 +15,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def after_predecessors(PDL: tl.constexpr):
+def after_predecessors(PDL: tl.constexpr, EARLY: tl.constexpr = False):
     if PDL:
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_to_l2(pointers, PDL: tl.constexpr):
-    """One line each. Of use only before `after_predecessors`: it costs issue slots."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        if not EARLY:
+            gdc_launch_dependents()
