@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from model_families.checkpoint import Checkpoint
+from model_families.dummy_weights import open_checkpoint
 
 ENCODER_MARK = "visual."
 
@@ -27,7 +27,7 @@ def take_census(folder: Path) -> WeightCensus:
     """Raises EngineError for an unreadable checkpoint."""
     elements = {True: 0, False: 0}
     dtypes: Counter[torch.dtype] = Counter()
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         for name in checkpoint.names:
             count = prod(checkpoint.shape(name))
             elements[ENCODER_MARK in name] += count

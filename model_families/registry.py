@@ -16,7 +16,8 @@ from contracts.specs import ImageSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from model_families import decoder_weights
-from model_families.checkpoint import CONFIG_FILE, Checkpoint, checkpoint_error, read_config
+from model_families.checkpoint import CONFIG_FILE, checkpoint_error, read_config
+from model_families.dummy_weights import open_checkpoint
 from model_families.family import Family
 from model_families.llama.parts import PARTS as LLAMA
 from model_families.parts import FamilyParts
@@ -77,7 +78,7 @@ class OpenFamily:
         return self.parts.load_encoder(self.folder, self.image_spec, device, dtype)
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel:
-        with Checkpoint(self.folder) as checkpoint:
+        with open_checkpoint(self.folder) as checkpoint:
             return decoder_weights.load_decoder(
                 checkpoint,
                 self.decoder_config,

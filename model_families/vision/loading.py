@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from contracts.specs import ImageSpec
-from model_families.checkpoint import Checkpoint
+from model_families.dummy_weights import open_checkpoint
 from model_families.vision.config import VisionConfig
 from model_families.vision.encoder import VisionEncoder, VisionTower
 from model_families.vision.weights import VisionName, load_tower
@@ -26,7 +26,7 @@ def load_vision_encoder(
     dtype: torch.dtype,
 ) -> VisionEncoder:
     """`tower` was built on the meta device. Raises EngineError when the checkpoint does not fit it."""
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         fingerprint = load_tower(checkpoint, tower, vision_name, device, dtype)
     parts = (msgspec.json.encode(config), spec.key().encode(), fingerprint.encode(), str(dtype).encode())
     return VisionEncoder(tower, spec, _encoder_id(family, parts), device, dtype)

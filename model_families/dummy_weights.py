@@ -1,0 +1,77 @@
+"""A checkpoint folder without weights: names and shapes from its configuration, values drawn when asked for.
+
+For measuring speed, which does not depend on the values. A folder says that it wants this by holding a file
+named `dummy_weights`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from model_families.checkpoint import Checkpoint, checkpoint_error
+
+MARK_FILE = "dummy_weights"
+STANDARD_DEVIATION = 0.02
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    return DummyCheckpoint(folder) if (folder / MARK_FILE).exists() else Checkpoint(folder)
+
+
+class DummyCheckpoint(Checkpoint):
+    """Tensors are normal noise seeded by their name, norms are one; every process draws the same on the same
+    device."""
+
+    def _locate(self) -> dict[str, str]:
+        import transformers  # only here: a server with weights needs no model class of it
+
+        config = transformers.AutoConfig.from_pretrained(self.folder)
+        architectures = config.architectures or [""]
+        model_class = getattr(transformers, architectures[0], None)
+        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+            raise checkpoint_error(f"transformers has no architecture {architectures[0]!r}")
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(config.dtype or torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                model = model_class(config)
+        finally:
+            torch.set_default_dtype(dtype)
+        self._meta: dict[str, Tensor] = dict(model.state_dict())
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is model.get_input_embeddings().weight:
+            self._meta.pop("lm_head.weight", None)  # tied: a checkpoint holds it once
+        return dict.fromkeys(self._meta, MARK_FILE)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._of(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._of(name).dtype
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        found = self.shape(name)
+        if found != shape:
+            raise checkpoint_error(f"tensor {name} has shape {list(found)}, the config needs {list(shape)}")
+        place = torch.device("cpu") if device is None else device
+        made = torch.empty(shape, dtype=dtype or self.dtype(name), device=place)
+        if "norm" in name and len(shape) == 1:
+            return made.fill_(1.0) if name.endswith("weight") else made.zero_()
+        generator = torch.Generator(place).manual_seed(xxhash.xxh64_intdigest(name.encode()) >> 1)
+        return made.normal_(0.0, STANDARD_DEVIATION, generator=generator)
+
+    def _of(self, name: str) -> Tensor:
+        if name not in self._meta:
+            raise checkpoint_error(f"checkpoint {self.folder.name} lacks the tensor {name}")
+        return self._meta[name]

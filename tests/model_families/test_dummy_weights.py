@@ -1,0 +1,40 @@
+"""A folder without weights loads like one with them, every time the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm_engine.layers.selection import select_kernels
+from model_families.census import take_census
+from model_families.dummy_weights import MARK_FILE
+from model_families.registry import open_family
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_5_vl", "qwen3_vl"])
+def test_a_folder_without_weights_loads_alike_twice(
+    tiny: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    folder = tmp_path / family
+    shutil.copytree(tiny(family), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / MARK_FILE).touch()
+
+    census, true_census = take_census(folder), take_census(tiny(family))
+    assert (census.decoder_elements, census.encoder_elements) == (
+        true_census.decoder_elements,
+        true_census.encoder_elements,
+    )
+    opened = open_family(folder)
+    kernels = select_kernels("reference", CPU, torch.float32)
+    first, second = (opened.load_decoder(CPU, torch.float32, kernels) for _ in range(2))
+    tokens_T = torch.arange(7)
+    assert torch.equal(first.embed(tokens_T), second.embed(tokens_T))
+    assert first.embed(tokens_T).std() > 0.01
+    if opened.image_spec is not None:
+        assert opened.load_encoder(CPU, torch.float32).embedding_width > 0
