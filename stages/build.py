@@ -43,11 +43,13 @@ def build_lm_engine(
     runner = Runner(
         model, model.attention, kv, max_sequences=step_bounds(config).max_sequences, max_length=context_length
     )
+    num_graphs = runner.capture_graphs()
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
     )
     dtype = str(plan.dtype).removeprefix("torch.")
-    return engine, f"{plan.device}, {dtype}, {model.attention.name} attention; {capacity}"
+    graphs = f", {num_graphs} decode graphs" if num_graphs else ""
+    return engine, f"{plan.device}, {dtype}, {model.attention.name} attention{graphs}; {capacity}"
 
 
 def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context_length: int) -> KVCapacity:
