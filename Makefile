@@ -14,7 +14,7 @@ setup: .venv/.packages $(MODEL)/config.json
 demo: setup
 	$(BIN)/python examples/demo.py
 
-test: setup
+test: setup .venv/.test-packages
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: setup
@@ -35,6 +35,12 @@ check: .venv/.packages
 .venv/.packages: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[dev,model]'
+	@touch $@
+
+# The kernels' tests run in Triton's interpreter where there is no GPU; serving on a CPU needs no Triton.
+.venv/.test-packages: .venv/.packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint constraints.txt --editable '.[triton]'
 	@touch $@
 
 $(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages

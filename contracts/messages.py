@@ -16,7 +16,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # --- coordinator → stage ------------------------------------------------------------------------------------
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start a request in an LM stage. `resume` holds, per sample, tokens already sent to the client
-    (replay)."""
+    (replay).
+
+    `speech`: send the streams "prompt" and "text" over the edge to the talker; a replay sends both from the
+    start. `forced` (only with `speech`): the answer is given, without its end token; it is computed in one
+    prefill, nothing is sampled, and one Generated without tokens ends the sample ("stop").
+    """
 
     request_id: str
     prompt: Prompt
@@ -25,6 +30,40 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tenant: str = ""
     cache_salt: str | None = None
     resume: tuple[tuple[int, ...], ...] = ()
+    speech: bool = False
+    forced: tuple[int, ...] | None = None
+
+
+class Speak(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start a spoken answer in the talker. Its text arrives over the edge, maybe before this message.
+
+    `max_frames`: what it may ever produce, its KV is reserved for them. `granted_frames`: the first Grant.
+    """
+
+    request_id: str
+    prompt: Prompt
+    voice: str
+    sampling: SamplingParams
+    max_frames: int
+    granted_frames: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """The talker may have produced `num_frames` frames in all; out of grant it waits. `final`: there will be
+    no further grant; a stream that has come to it without an end of its own ends with "length"."""
+
+    request_id: str
+    num_frames: int
+    final: bool = False
+
+
+class Vocode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Start a stream of PCM in the vocoder. Its frames arrive over the edge, maybe before this message.
+    `skip_samples`: the client has them already (replay)."""
+
+    request_id: str
+    voice: str
+    skip_samples: int = 0
 
 
 class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -66,7 +105,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToStage = Generate | Encode | Abort | StopSample | ResetCache | CheckIntegrity | Shutdown
+ToStage = (
+    Generate | Speak | Grant | Vocode | Encode | Abort | StopSample | ResetCache | CheckIntegrity | Shutdown
+)
 
 
 # --- stage → coordinator ------------------------------------------------------------------------------------
@@ -113,6 +154,15 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     deltas: tuple[SampleDelta, ...]
     num_cached_tokens: int | None = None
+
+
+class Audio(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """PCM of a request, in order: float32 little-endian, mono. `finish_reason` is set on the last one, which
+    may be empty."""
+
+    request_id: str
+    pcm: bytes
+    finish_reason: FinishReason | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -163,6 +213,7 @@ FromStage = (
     | FeaturesNeeded
     | FeaturesConsumed
     | Generated
+    | Audio
     | Failed
     | Aborted
     | CacheWasReset

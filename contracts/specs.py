@@ -1,12 +1,14 @@
-"""What a preprocessing worker must know of a model: plain data, so that no worker imports torch."""
+"""What the stages must know of a model's media and speech: plain data, so that no worker imports torch."""
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Literal
 
 import msgspec
 
 from contracts.media import Modality
+from contracts.params import SamplingParams
 
 AlphaPolicy = Literal["white", "drop"]
 Resample = Literal["bicubic", "bilinear", "lanczos"]
@@ -122,6 +124,30 @@ class MediaSpecs(msgspec.Struct, frozen=True, kw_only=True):
     def modalities(self) -> tuple[Modality, ...]:
         given: dict[Modality, object] = {"image": self.image, "audio": self.audio, "video": self.video}
         return tuple(modality for modality, spec in given.items() if spec is not None)
+
+
+class SpeechSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The speech of a model: its PCM, its voices (the first is the default) and the talker's own sampling.
+
+    A text of T tokens is spoken in at most `extra_s + T * s_per_text_token` seconds: several times what
+    people
+    take, so that only a talker that never ends comes to it.
+    """
+
+    sample_rate: int  # Hz
+    samples_per_frame: int
+    num_code_groups: int
+    voices: tuple[str, ...]
+    sampling: SamplingParams = SamplingParams()
+    s_per_text_token: float = 1.0
+    extra_s: float = 5.0
+
+    @property
+    def frames_per_s(self) -> float:
+        return self.sample_rate / self.samples_per_frame
+
+    def max_frames_of(self, num_text_tokens: int) -> int:
+        return ceil((self.extra_s + num_text_tokens * self.s_per_text_token) * self.frames_per_s)
 
 
 class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,8 +30,8 @@ class WeightSource(Protocol):
         ...
 
 
-class Decoder:
-    """Implements `DecoderModel`. Read-only once built."""
+class DecoderStack:
+    """The layers and the final norm, from hidden states to hidden states. Read-only once built."""
 
     def __init__(self, config: DecoderConfig, source: WeightSource, kernels: Kernels) -> None:
         self.config = config
@@ -41,15 +41,8 @@ class Decoder:
         self.activation_dtype = kernels.activation_dtype(source.dtype)
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = RotaryEmbedding(config.rope, self.device)
-        vocabulary = (config.vocab_size, config.hidden_size)
-        self.embedding_VH = source.take("embed.weight", vocabulary)
         self.layers = [_load_layer(config, source, kernels, index) for index in range(config.num_layers)]
         self.norm_H = source.take("norm.weight", (config.hidden_size,))
-        head_VH = self.embedding_VH if config.tie_embeddings else source.take("lm_head.weight", vocabulary)
-        self.head = kernels.pack_linear(head_VH, float32_output=True)
-
-    def embed(self, token_ids_T: Tensor) -> Tensor:
-        return functional.embedding(token_ids_T, self.embedding_VH).to(self.activation_dtype)
 
     def forward(
         self,
@@ -65,10 +58,14 @@ class Decoder:
         num_deepstack = 0 if deepstack_KTH is None else deepstack_KTH.shape[0]
         assert num_deepstack <= len(self.layers)
         cos_TP, sin_TP = (table_TP.contiguous() for table_TP in self.rotary(positions_AT))
-        fused = kernels.fused_pass
-        if fused is not None and num_deepstack == 0 and attention is self.attention and fused.takes(metadata):
+        kept_layer, num_layers = self.config.kept_hidden_layer, len(self.layers)
+        fused = kernels.fused_pass if kept_layer in (None, num_layers) and num_deepstack == 0 else None
+        if fused is not None and attention is self.attention and fused.takes(metadata):
             residual_TH = fused.run(self.layers, hidden_TH, self.heads, cos_TP, sin_TP, eps, kv, metadata)
-            return kernels.rms_norm(residual_TH, self.norm_H, eps)
+            normed_TH = kernels.rms_norm(residual_TH, self.norm_H, eps)
+            if kept_layer == num_layers:
+                _keep(normed_TH, kv, metadata)
+            return normed_TH
         residual_TH = hidden_TH
         normed_TH = kernels.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
         for index, layer in enumerate(self.layers):
@@ -79,15 +76,38 @@ class Decoder:
             mixed_TH = layer.output(attended_TX)
             normed_TH, residual_TH = kernels.add_rms_norm(mixed_TH, residual_TH, layer.post_norm_H, eps)
             delta_TH = layer.down(kernels.silu_mul(layer.gate_up(normed_TH)))
+            if index + 1 == kept_layer != num_layers:
+                _keep(residual_TH + delta_TH, kv, metadata)
             if deepstack_KTH is not None and index < num_deepstack:
                 delta_TH += deepstack_KTH[index]
-            is_last = index + 1 == len(self.layers)
+            is_last = index + 1 == num_layers
             next_norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
             normed_TH, residual_TH = kernels.add_rms_norm(delta_TH, residual_TH, next_norm_H, eps)
+        if kept_layer == num_layers:
+            _keep(normed_TH, kv, metadata)
         return normed_TH
+
+
+class Decoder(DecoderStack):
+    """Implements `DecoderModel`: the stack between an embedding table and a head."""
+
+    def __init__(self, config: DecoderConfig, source: WeightSource, kernels: Kernels) -> None:
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embedding_VH = source.take("embed.weight", vocabulary)
+        super().__init__(config, source, kernels)
+        head_VH = self.embedding_VH if config.tie_embeddings else source.take("lm_head.weight", vocabulary)
+        self.head = kernels.pack_linear(head_VH, float32_output=True)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return functional.embedding(token_ids_T, self.embedding_VH).to(self.activation_dtype)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         return self.head(hidden_RH)
+
+
+def _keep(hidden_TH: Tensor, kv: PagedKV, metadata: AttentionMetadata) -> None:
+    assert kv.hidden is not None, "the cache has no room for hidden states"
+    kv.hidden.flatten(0, 1).index_copy_(0, metadata.slot_mapping, hidden_TH.to(kv.hidden.dtype))
 
 
 def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, index: int) -> DecoderLayer:

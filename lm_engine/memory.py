@@ -76,9 +76,11 @@ def allocate_kv(
 ) -> PagedKV:
     """Zeroed: attention reads whole blocks, and stale memory could hold NaN."""
     shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    return PagedKV(
-        torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
-    )
+    keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    if config.kept_hidden_layer is None:
+        return PagedKV(keys, values)
+    hidden = torch.zeros(num_blocks, block_size, config.hidden_size, dtype=dtype, device=device)
+    return PagedKV(keys, values, hidden)
 
 
 def capacity_of(
@@ -121,7 +123,7 @@ def measure_capacity(
     # Two blocks more a sequence than its tokens fill: partial ones at both ends.
     num_blocks = limits.max_step_tokens // block_size + 2 * limits.max_sequences + 2
     kv = allocate_kv(config, num_blocks, block_size, model.dtype, device)
-    for cache in (kv.keys, kv.values):
+    for cache in (kv.keys, kv.values) if kv.hidden is None else (kv.keys, kv.values, kv.hidden):
         cache.zero_()  # touches every page, so that all of it is resident and can be subtracted
     runner = Runner(
         model, attention, kv, max_sequences=limits.max_sequences, max_length=limits.context_length

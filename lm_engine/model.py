@@ -28,7 +28,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """One decoder covers Llama, Qwen2, Qwen3 and the text half of the Qwen-VL families."""
+    """One decoder covers Llama, Qwen2, Qwen3 and the text half of the Qwen-VL families.
+
+    `kept_hidden_layer`: the hidden states after so many layers are kept beside the KV, one row a slot, for a
+    talker to read. After all layers they are those of the final norm, before that those without the deepstack
+    features that are added there.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -45,22 +50,25 @@ class DecoderConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     num_deepstack_levels: int = 0  # visual features added after the first layers (Qwen3-VL)
+    kept_hidden_layer: int | None = None
 
     @property
     def num_position_axes(self) -> int:
         return 3 if self.rope.mrope_section else 1
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        kept = self.hidden_size if self.kept_hidden_layer is not None else 0
+        return (2 * self.num_layers * self.num_kv_heads * self.head_dim + kept) * dtype.itemsize
 
 
 @dataclass
 class PagedKV:
-    """Keys and values of every layer: [num_layers, B, S, G, D] each. Block 0 is a scratch block, never
-    owned."""
+    """Keys and values of every layer: [num_layers, B, S, G, D] each; hidden states [B, S, H] if the decoder
+    keeps them. Block 0 is a scratch block, never owned."""
 
     keys: Tensor
     values: Tensor
+    hidden: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -121,7 +129,7 @@ class DecoderModel(Protocol):
         deepstack_KTH: Tensor | None = None,
     ) -> Tensor:
         """Final-norm hidden states [T, H]. Spends `hidden_TH`. `deepstack_KTH`: zero where a token is no
-        visual token."""
+        visual token. Writes what `kept_hidden_layer` asks for to `kv.hidden`."""
         ...
 
     def logits(self, hidden_RH: Tensor) -> Tensor:

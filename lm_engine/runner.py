@@ -138,6 +138,8 @@ class Runner:
         sources_C, targets_C = self.table.to_device(np.array(copies, dtype=np.int64).T.copy()).unbind(0)
         for cache in (self.kv.keys, self.kv.values):
             cache[:, targets_C] = cache[:, sources_C]
+        if self.kv.hidden is not None:
+            self.kv.hidden[targets_C] = self.kv.hidden[sources_C]
 
     def _embed(self, inputs: StepInputs, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Token embeddings with the span pieces in their places; deepstack features if there are any."""

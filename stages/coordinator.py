@@ -15,6 +15,7 @@ from contracts.media import MediaItem
 from contracts.messages import (
     Abort,
     Aborted,
+    Audio,
     CacheWasReset,
     CheckIntegrity,
     EmbeddingsNeeded,
@@ -221,7 +222,8 @@ class Coordinator:
                     self._dispatch_to_request(message)
 
     def _dispatch_to_request(
-        self, message: EmbeddingsNeeded | FeaturesNeeded | FeaturesConsumed | Generated | Failed | Aborted
+        self,
+        message: EmbeddingsNeeded | FeaturesNeeded | FeaturesConsumed | Generated | Audio | Failed | Aborted,
     ) -> None:
         request = self._requests.get(message.request_id)
         if request is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from contracts.conversation import Conversation
-from contracts.messages import IntegrityReport, SampleDelta
+from contracts.messages import FinishReason, IntegrityReport, SampleDelta
 from contracts.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +25,20 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     output_modalities: tuple[str, ...]
     created: int  # Unix seconds
     description: str = ""
+    voices: tuple[str, ...] = ()  # the first is the default; empty: the model does not speak
+    sample_rate: int | None = None  # of the speech, Hz
+
+
+class SpeechOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A spoken answer is wanted. None: the model's own voice and way of sampling.
+
+    `verbatim`: this very text is spoken as the answer to `input`; no text is generated, so no Tokens come but
+    one without tokens that ends the sample.
+    """
+
+    voice: str | None = None
+    sampling: SamplingParams | None = None  # of the talker
+    verbatim: str | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +54,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     cache_salt: str | None = None
     timeout_s: float | None = None
+    speech: SpeechOptions | None = None
 
 
 UNLIMITED = 1 << 30
@@ -59,7 +74,16 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int | None = None  # on the first one
 
 
-Event = PromptReady | Tokens
+class AudioChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """PCM in order: float32 little-endian, mono, `ModelCard.sample_rate`. The next one is made only as the
+    events are taken (a bounded window ahead). `finish_reason` is on the last one, which may be empty:
+    "length" when the speech was cut at its bound."""
+
+    samples: bytes
+    finish_reason: FinishReason | None = None
+
+
+Event = PromptReady | Tokens | AudioChunk
 
 
 class StageHealth(msgspec.Struct, frozen=True):
@@ -86,7 +110,9 @@ class Service(Protocol):
     tokenizer: ChatTokenizer
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-        """Yields PromptReady, then Tokens until every sample has a finish_reason.
+        """Yields PromptReady, then Tokens until every sample has a finish_reason and, with `speech`,
+        AudioChunks
+        among them and after them until one has a finish_reason.
 
         Raises OmnistageError: before PromptReady for bad input or a full queue, later for a failed stage.
         Closing the iterator early (or cancelling its task) aborts the request in every stage.

@@ -43,6 +43,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_omni(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_omni("qwen3_omni_moe", thinker_only=True, ...)`: see `build_tiny_omni`."""
+    from tests.tiny_omni import build_tiny_omni
+
+    built: dict[str, Path] = {}
+
+    def build(family: str, seed: int = 0, **overrides: Any) -> Path:
+        key = repr((family, seed, sorted(overrides.items())))
+        if key not in built:
+            built[key] = build_tiny_omni(
+                family, tmp_path_factory.mktemp(f"tiny_{family}_"), seed, **overrides
+            )
+        return built[key]
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def default_model() -> Path:
     """The folder of the default model; the test is skipped where it was not built."""
     if not (DEFAULT_MODEL / "config.json").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -116,11 +117,20 @@ def build_tiny(
     return directory
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE: 256 bytes, a few merges, the Qwen special tokens, and the template above."""
+def build_tokenizer(
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    merges: Sequence[tuple[str, str]] = MERGES,
+    chat_template: str = CHAT_TEMPLATE,
+    named_tokens: Mapping[str, str] | None = None,
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: 256 bytes, a few merges, special tokens, and a template; the plain Qwen ones by
+    default.
+
+    `named_tokens`: special tokens that the family's processor asks the tokenizer for (`image_token`, ...).
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, *(a + b for a, b in MERGES)]
-    core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, list(MERGES)))
+    tokens = [*alphabet, *(a + b for a, b in merges)]
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, list(merges)))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated"),
@@ -128,13 +138,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS])
+    core.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special_tokens])
+    others = [s for s in special_tokens if s not in ("<|im_end|>", "<|endoftext|>")]
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        extra_special_tokens=[s for s in SPECIAL_TOKENS if s not in ("<|im_end|>", "<|endoftext|>")],
-        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=others if named_tokens is None else dict(named_tokens),
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 
@@ -189,10 +200,12 @@ def _vision_config(family: str, text_width: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def randomise(model: Any, seed: int, num_live_rows: int) -> None:
+def randomise(model: Any, seed: int, num_live_rows: int | None, gain: float = 1.4) -> None:
     """Random weights wide enough that greedy text varies; norms near one; biases not zero.
 
-    Rows of the output head past the tokenizer's vocabulary stay zero, so that they are never the likeliest.
+    Rows of the output head past the tokenizer's vocabulary (`num_live_rows`) stay zero, so that they are
+    never
+    the likeliest.
     """
     generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
@@ -206,10 +219,11 @@ def randomise(model: Any, seed: int, num_live_rows: int) -> None:
             parameter.copy_(1 + 0.1 * noise if is_scale else 0.1 * noise)
         elif "embed_tokens" in name or "pos_embed" in name:
             parameter.copy_(0.3 * noise)
-        else:
-            fan_in = parameter[0].numel()
-            parameter.copy_(noise * 1.4 / fan_in**0.5)
-    model.get_output_embeddings().weight[num_live_rows:] = 0
+        else:  # stacked experts lie [expert, output, input]
+            fan_in = parameter.shape[-1] if "experts" in name else parameter[0].numel()
+            parameter.copy_(noise * gain / fan_in**0.5)
+    if num_live_rows is not None:
+        model.get_output_embeddings().weight[num_live_rows:] = 0
 
 
 def _write_preprocessor(directory: Path, recipe: _Recipe) -> None:

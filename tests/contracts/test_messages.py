@@ -13,7 +13,7 @@ from contracts.errors import BadRequest
 from contracts.media import FeatureRef, MediaItem, MediaOptions, MediaSource, MediaSpan, Prompt
 from contracts.messages import FromStage, SampleDelta, TokenLogprobs, ToStage
 from contracts.params import SamplingParams
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, SpeechSpec
 
 ITEM = MediaItem(
     modality="image",
@@ -31,6 +31,12 @@ TO_STAGE = [
     messages.Generate(
         request_id="r", prompt=PROMPT, sampling=SAMPLING, priority=-1, cache_salt="s", resume=((5, 6), ())
     ),
+    messages.Generate(request_id="r", prompt=PROMPT, sampling=SAMPLING, speech=True, forced=(5, 6)),
+    messages.Speak(
+        request_id="r", prompt=PROMPT, voice="ada", sampling=SAMPLING, max_frames=99, granted_frames=20
+    ),
+    messages.Grant("r", 40, final=True),
+    messages.Vocode(request_id="r", voice="ada", skip_samples=480),
     messages.Encode(request_id="r", item_index=0, item=ITEM, target="thinker"),
     messages.Abort("r"),
     messages.StopSample("r", 1),
@@ -50,6 +56,7 @@ FROM_STAGE = [
         ),
         num_cached_tokens=16,
     ),
+    messages.Audio(request_id="r", pcm=bytes(8), finish_reason="stop"),
     messages.Failed("r", BadRequest("no", param="x").info()),
     messages.Aborted("r", "thinker"),
     messages.CacheWasReset(3, "thinker"),
@@ -104,6 +111,13 @@ def test_greedy_and_penalties():
     assert not SamplingParams().has_penalties
     for changed in ({"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}):
         assert SamplingParams(**changed).has_penalties
+
+
+def test_speech_is_bounded_by_its_text():
+    spec = SpeechSpec(sample_rate=24_000, samples_per_frame=1920, num_code_groups=4, voices=("ada",))
+    assert spec.frames_per_s == 12.5
+    assert spec.max_frames_of(0) == 63
+    assert spec.max_frames_of(10) == 188
 
 
 def test_keys_hold_every_option():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contracts.params import SamplingParams
 from lm_engine.decoder import Decoder
-from lm_engine.model import PagedKV
+from lm_engine.memory import allocate_kv
 from lm_engine.plan import Admission, SequenceStep, SpanPiece, StepPlan, StepResult
 from lm_engine.runner import Runner
 
@@ -75,8 +75,7 @@ class Host:
     ) -> None:
         config = decoder.config
         self.model = Recorder(decoder)
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.kv = PagedKV(*(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in range(2)))
+        self.kv = allocate_kv(config, num_blocks, block_size, decoder.dtype, decoder.device)
         self.runner = Runner(
             self.model,
             attention or decoder.attention,

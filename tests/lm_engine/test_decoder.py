@@ -46,11 +46,11 @@ def test_fused_projections_are_the_parts_stacked():
         torch.testing.assert_close(found, x @ source.take(f"layers.1.{name}.weight", (32, 24)).T)
 
 
-def run(decoder, tokens, deepstack=None):
+def run(decoder, tokens, deepstack=None, kv=None):
     table = RequestTable(
         vocab_size=97, num_axes=1, max_sequences=1, max_length=64, block_size=4, device=torch.device("cpu")
     )
-    kv = allocate_kv(decoder.config, 20, 4, torch.float32, torch.device("cpu"))
+    kv = kv or allocate_kv(decoder.config, 20, 4, torch.float32, torch.device("cpu"))
     with Host(decoder) as host:
         host.admit(0, tokens)
         plan_step = host._sequence_step(0, len(tokens))
@@ -96,3 +96,37 @@ def test_half_precision_stays_near_float32(dtype):
             logits.append(host.step_logits((0, 30))[0])
     assert logits[1].dtype == torch.float32
     assert (logits[0] - logits[1]).abs().max() < 0.15
+
+
+def kept(decoder, tokens, deepstack=None):
+    kv = allocate_kv(decoder.config, 20, 4, torch.float32, torch.device("cpu"))
+    output = run(decoder, tokens, deepstack, kv)
+    return kv.hidden.flatten(0, 1)[4 : 4 + len(tokens)], output
+
+
+def test_keeps_the_hidden_states_that_a_talker_reads():
+    """After the last layer the normed ones; before that the residual stream, without deepstack features."""
+    tokens = list(range(10))
+    rows, output = kept(tiny_decoder(kept_hidden_layer=2), tokens)
+    torch.testing.assert_close(rows, output)
+    shallow = tiny_decoder(num_layers=1)
+    features = torch.full((1, 10, 24), 3.0)
+    for deepstack in (None, features):
+        rows, output = kept(tiny_decoder(kept_hidden_layer=1), tokens, deepstack)
+        normed = shallow.kernels.rms_norm(rows, shallow.norm_H, 1e-6)
+        torch.testing.assert_close(normed, run(shallow, tokens))
+        assert not torch.allclose(output, run(shallow, tokens))
+    config = tiny_config()
+    assert tiny_config(kept_hidden_layer=1).kv_bytes_per_token(torch.float32) == 4 * 24 + (
+        config.kv_bytes_per_token(torch.float32)
+    )
+
+
+def test_kept_hidden_states_move_with_copied_blocks():
+    with Host(tiny_decoder(kept_hidden_layer=1)) as host:
+        host.admit(0, list(range(8)), block_ids=(2, 3))
+        host.step((0, 8))
+        host.copies = [(2, 50)]
+        host.step((0, 1))
+        assert host.kv.hidden[2].abs().min() > 0
+        torch.testing.assert_close(host.kv.hidden[50], host.kv.hidden[2])
