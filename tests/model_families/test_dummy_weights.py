@@ -36,5 +36,5 @@ def test_a_folder_without_weights_loads_alike_twice(
     tokens_T = torch.arange(7)
     assert torch.equal(first.embed(tokens_T), second.embed(tokens_T))
     assert first.embed(tokens_T).std() > 0.01
-    if opened.image_spec is not None:
+    if opened.media_specs.image is not None:
         assert opened.load_encoder(CPU, torch.float32).embedding_width > 0
