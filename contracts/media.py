@@ -24,14 +24,22 @@ class FeatureRef(msgspec.Struct, frozen=True):
 
 
 class MediaOptions(msgspec.Struct, frozen=True):
-    """Per-item request options that change the features; part of the `bytes_digest`."""
+    """Per-item request options that change the features; part of the `bytes_digest`.
+
+    Of a video: `fps` (frames sampled a second) and `num_frames` (sampled uniformly) exclude each other,
+    `max_frames` bounds either, `with_audio` makes its sound track an item of its own after it.
+    """
 
     detail: Detail = "auto"
     min_pixels: int | None = None
     max_pixels: int | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    with_audio: bool = False
 
     def key(self) -> str:
-        return f"detail={self.detail};min={self.min_pixels};max={self.max_pixels}"
+        return msgspec.json.encode(self).decode()
 
 
 class MediaSource(msgspec.Struct, frozen=True):
@@ -44,15 +52,25 @@ class MediaSource(msgspec.Struct, frozen=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One preprocessed item. `features` is None when only its identity is known (media index hit)."""
+    """One preprocessed item. `features` is None when only its identity is known (media index hit).
+
+    Features: image uint8 [H, W, 3]; video uint8 [T, H, W, 3], T a multiple of the temporal patch; audio
+    float32 log-mel [mels, frames]. Items of one source share its `bytes_digest`.
+    """
 
     modality: Modality
     bytes_digest: ContentDigest
-    pixel_digest: ContentDigest
+    pixel_digest: ContentDigest  # of the features; of audio: of the decoded samples and its AudioSpec
     num_tokens: int
-    grid_thw: tuple[int, int, int]  # in patches, before spatial merging
-    source_size: tuple[int, int]  # width, height in pixels, after EXIF orientation
+    grid_thw: tuple[int, int, int] = (0, 0, 0)  # in patches, before spatial merging
+    source_size: tuple[int, int] = (0, 0)  # width, height in pixels, turned upright
     features: FeatureRef | None = None
+    num_frames: int = 0  # audio: mel frames that hold sound; video: sampled frames, before temporal padding
+    start_s: float = 0.0  # audio cut into windows: where this one begins in its source
+    duration_s: float = 0.0
+    timestamps_s: tuple[float, ...] = ()  # video: mean time of the frames of each temporal patch
+    seconds_per_grid: float = 0.0  # video: seconds from one temporal patch to the next
+    of_video: bool = False  # audio: the sound track of the video item before it
 
 
 class MediaSpan(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import torch
 
 from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Pipeline
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from model_families.text import ChatTokenizer
@@ -24,7 +24,7 @@ class Family(Protocol):
     pipeline: Pipeline
     tokenizer: ChatTokenizer
     decoder_config: DecoderConfig
-    image_spec: ImageSpec | None  # None: no images
+    media_specs: MediaSpecs
     context_length: int
     eos_token_ids: tuple[int, ...]
 
@@ -41,7 +41,7 @@ class Family(Protocol):
         ...
 
     def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:
-        """Raises when `image_spec` is None."""
+        """Raises when the model takes no media."""
         ...
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel: ...

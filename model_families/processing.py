@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from contracts.errors import BadRequest
 from contracts.media import MediaItem, Prompt
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 
 Positions = npt.NDArray[np.int64]
 
@@ -18,7 +18,7 @@ class Processor(Protocol):
     """Stateless; see `Family` for the contracts of `layout` and `positions`."""
 
     @property
-    def image_spec(self) -> ImageSpec | None: ...
+    def media_specs(self) -> MediaSpecs: ...
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt: ...
 
@@ -28,7 +28,7 @@ class Processor(Protocol):
 class TextProcessor:
     """Families without media: one position axis, counting up."""
 
-    image_spec: ImageSpec | None = None
+    media_specs = MediaSpecs()
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         if items:

@@ -12,7 +12,7 @@ import torch
 from contracts.errors import BadRequest, EngineError
 from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Pipeline
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from model_families import decoder_weights
@@ -58,7 +58,7 @@ class OpenFamily:
     pipeline: Pipeline
     tokenizer: ChatTokenizer
     decoder_config: DecoderConfig
-    image_spec: ImageSpec | None
+    media_specs: MediaSpecs
     context_length: int
     eos_token_ids: tuple[int, ...]
     folder: Path
@@ -72,9 +72,10 @@ class OpenFamily:
         return self.processor.positions(prompt)
 
     def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:
-        if self.parts.load_encoder is None or self.image_spec is None:
+        image = self.media_specs.image
+        if self.parts.load_encoder is None or image is None:
             raise EngineError(f"family {self.name} has no encoder")
-        return self.parts.load_encoder(self.folder, self.image_spec, device, dtype)
+        return self.parts.load_encoder(self.folder, image, device, dtype)
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel:
         with Checkpoint(self.folder) as checkpoint:
@@ -102,7 +103,7 @@ def open_family(folder: Path) -> Family:
         pipeline=parts.pipeline,
         tokenizer=HFChatTokenizer(folder, parts.placeholders),
         decoder_config=decoder_config,
-        image_spec=processor.image_spec,
+        media_specs=processor.media_specs,
         context_length=decoder_config.max_position,
         eos_token_ids=_end_tokens(folder),
         folder=folder,

@@ -15,7 +15,7 @@ import msgspec
 from contracts.digests import Buffer, ContentDigest
 from contracts.errors import BadRequest, EngineError, MediaError, OmnistageError
 from contracts.media import MediaItem, MediaSource
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, MediaSpecs
 from preprocess.addresses import Resolver, system_resolver
 from preprocess.fetch import INLINE_BYTES, Fetcher
 from preprocess.index import MediaIndex
@@ -92,14 +92,16 @@ class Preprocessor:
         await self._fetcher.close()
 
     async def resolve(
-        self, source: MediaSource, spec: ImageSpec, auto_max_pixels: int | None = None
-    ) -> ResolvedMedia:
-        """Fetches and identifies an item; preprocesses it only when the index does not know it.
+        self, source: MediaSource, specs: MediaSpecs, auto_max_pixels: int | None = None
+    ) -> tuple[ResolvedMedia, ...]:
+        """Fetches and identifies the items of a source; preprocesses them only when the index does not know
+        them.
 
         `auto_max_pixels`: what a load policy leaves to `detail: auto`. Raises BadRequest kinds with
         source.param (or the option's name), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
         """
-        if source.modality != "image":
+        spec = specs.image
+        if source.modality != "image" or spec is None:
             raise MediaError(f"{source.modality} input is not supported", param=source.param)
         budget = pixel_budget(spec, source.options, auto_max_pixels)
         try:
@@ -110,12 +112,12 @@ class Preprocessor:
             known = self.index.get(digest)
             if known is not None:
                 self.counters.index_hits_total += 1
-                return ResolvedMedia(known, data, spec, budget, source.param, None)
+                return (ResolvedMedia(known, data, spec, budget, source.param, None),)
             self.counters.index_misses_total += 1
             processed = await self._process(ImageJob(data, digest, spec, budget))
         except OmnistageError as error:
             raise _for_param(error, source.param) from error
-        return ResolvedMedia(processed.item, data, spec, budget, source.param, processed)
+        return (ResolvedMedia(processed.item, data, spec, budget, source.param, processed),)
 
     async def materialize(self, resolved: ResolvedMedia) -> ProcessedMedia:
         """Features of an item, on a lease of the caller's own."""

@@ -94,7 +94,7 @@ def _engine_config(
 ) -> EngineConfig:
     decoder = family.decoder_config
     bounds = step_bounds(config)
-    takes_media = family.image_spec is not None
+    takes_media = bool(family.media_specs.modalities)
     return EngineConfig(
         num_blocks=capacity.num_blocks,
         context_length=context_length,

@@ -52,7 +52,7 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
     plan = make_plan(options)
     async with contextlib.AsyncExitStack() as stack:
         preprocessor = None
-        if plan.family.image_spec is not None:
+        if plan.family.media_specs.modalities:
             preprocessor = _make_preprocessor(plan.deployment)
             stack.push_async_callback(preprocessor.close)
             await preprocessor.start()
@@ -217,13 +217,12 @@ def _worker_spec(
 
 def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:
     names = options.served_model_name or (plan.folder.name,)
-    inputs = ("text", "image") if plan.family.image_spec is not None else ("text",)
     description = plan.folder / "MODEL_CARD.md"
     return ModelCard(
         names=names,
         family=plan.family.name,
         context_length=plan.context_length,
-        input_modalities=inputs,
+        input_modalities=("text", *plan.family.media_specs.modalities),
         output_modalities=("text",),
         created=int(time.time()),
         description=description.read_text() if description.is_file() else "",

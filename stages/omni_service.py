@@ -135,18 +135,18 @@ class OmniService:
         self._check_sources(sources)
         tasks = [asyncio.create_task(self._claim(source)) for source in sources]
         try:
-            return list(await asyncio.gather(*tasks))
+            return [claim for claims in await asyncio.gather(*tasks) for claim in claims]
         except BaseException:
             await _cancel_and_release(tasks)
             raise
 
-    async def _claim(self, source: MediaSource) -> MediaClaim:
-        """A claim of its own as soon as the item is resolved, so that a full arena may take features back."""
-        spec = self._family.image_spec
+    async def _claim(self, source: MediaSource) -> tuple[MediaClaim, ...]:
+        """Claims of its own as soon as a source is resolved, so that a full arena may take features back."""
         assert self._preprocessor is not None
         assert self._claims is not None
-        assert spec is not None
-        return self._claims.claim(await self._preprocessor.resolve(source, spec, self._auto_max_pixels()))
+        specs = self._family.media_specs
+        resolved = await self._preprocessor.resolve(source, specs, self._auto_max_pixels())
+        return tuple(map(self._claims.claim, resolved))
 
     def _auto_max_pixels(self) -> int | None:
         """The declared load policy: above half of `server.max_requests`, `detail: auto` gets the lower
@@ -285,13 +285,14 @@ class OmniService:
         return reports
 
 
-async def _cancel_and_release(tasks: Sequence[asyncio.Task[MediaClaim]]) -> None:
-    """One item failed: the others are cancelled, and what was already resolved gives its features back."""
+async def _cancel_and_release(tasks: Sequence[asyncio.Task[tuple[MediaClaim, ...]]]) -> None:
+    """One source failed: the others are cancelled, and what was already resolved gives its features back."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if not isinstance(outcome, BaseException):
-            outcome.release()
+            for claim in outcome:
+                claim.release()
 
 
 def _media_tokens(prompt: Prompt) -> dict[str, int]:

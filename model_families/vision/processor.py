@@ -11,7 +11,7 @@ import numpy as np
 
 from contracts.errors import BadRequest
 from contracts.media import MediaItem, MediaSpan, Modality, Prompt
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, MediaSpecs
 from model_families.checkpoint import read_config
 from model_families.processing import Positions
 from model_families.vision.config import MediaTokens, VisionConfig
@@ -25,6 +25,10 @@ PLACEHOLDERS: Mapping[Modality, str] = {"image": "<|vision_start|><|image_pad|><
 class VisionProcessor:
     image_spec: ImageSpec
     media_tokens: MediaTokens
+
+    @property
+    def media_specs(self) -> MediaSpecs:
+        return MediaSpecs(image=self.image_spec)
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         ids_T = np.array(token_ids, dtype=np.int64)

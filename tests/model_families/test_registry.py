@@ -39,7 +39,7 @@ def test_a_folder_opens_as_its_family(tiny, name):
     assert family.pipeline.entry == "thinker"
     assert family.context_length == 4096
     assert family.eos_token_ids == tuple(reference_model(tiny(name)).generation_config.eos_token_id)
-    assert (family.image_spec is not None) == (name in VISION_FAMILIES)
+    assert (family.media_specs.image is not None) == (name in VISION_FAMILIES)
     assert bool(family.pipeline.of_kind("encoder")) == (name in VISION_FAMILIES)
     axes = family.decoder_config.num_position_axes
     assert family.positions(family.layout([1, 2, 3], []))[0].shape == (axes, 3)
@@ -52,7 +52,7 @@ def test_a_conversation_with_images_lays_out_as_in_transformers(tiny, name):
     """Template, token counts, positions and embeddings, over two images that need no resizing."""
     folder = tiny(name)
     family = open_family(folder)
-    spec = family.image_spec
+    spec = family.media_specs.image
     assert spec is not None
     rng = np.random.default_rng(1)
     sizes = [(2, 3), (3, 2)]

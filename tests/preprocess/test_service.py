@@ -18,7 +18,7 @@ from PIL import Image
 from contracts.digests import Digester
 from contracts.errors import BadRequest, MediaDecodeError, MediaError, MediaFetchError
 from contracts.media import MediaItem, MediaOptions, MediaSource
-from contracts.specs import MediaLimits
+from contracts.specs import ImageSpec, MediaLimits, MediaSpecs
 from preprocess.index import MediaIndex
 from preprocess.pool import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig, ResolvedMedia
@@ -58,8 +58,15 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def one(
+    service: Preprocessor, given: MediaSource, spec: ImageSpec = TINY, auto_max_pixels: int | None = None
+) -> ResolvedMedia:
+    (resolved,) = await service.resolve(given, MediaSpecs(image=spec), auto_max_pixels)
+    return resolved
+
+
 async def resolve(service: Preprocessor, data: bytes, **options: object) -> ResolvedMedia:
-    resolved = await service.resolve(source(data, **options), TINY)
+    resolved = await one(service, source(data, **options))
     resolved.release()
     return resolved
 
@@ -67,12 +74,12 @@ async def resolve(service: Preprocessor, data: bytes, **options: object) -> Reso
 def test_a_repeated_image_is_neither_decoded_nor_resized() -> None:
     async def scenario() -> None:
         async with running() as service:
-            first = await service.resolve(source(PNG), TINY)
+            first = await one(service, source(PNG))
             assert first.item.features is not None
             assert first.processed is not None
             (pid,) = service.pool.worker_pids()
             os.kill(pid, signal.SIGSTOP)  # nobody can decode anything now
-            again = await service.resolve(source(PNG), TINY)
+            again = await one(service, source(PNG))
             os.kill(pid, signal.SIGCONT)
             assert again.processed is None
             assert again.item == msgspec.structs.replace(first.item, features=None)
@@ -106,7 +113,7 @@ def test_equal_content_over_different_ways_has_one_identity() -> None:
             ]
             items = []
             for url in urls:
-                resolved = await service.resolve(MediaSource("image", url), TINY)
+                resolved = await one(service, MediaSource("image", url))
                 items.append(msgspec.structs.replace(resolved.item, features=None))
                 resolved.release()
             assert items.count(items[0]) == len(urls)
@@ -128,10 +135,10 @@ def test_options_and_spec_are_part_of_the_identity() -> None:
             assert same.item.bytes_digest == full.item.bytes_digest
             for change in ({"alpha": "drop"}, {"image_mean": (0.0, 0.0, 0.0)}, {"patch_size": 8}):
                 spec = msgspec.structs.replace(TINY, **change)
-                other = await service.resolve(source(data), spec)
+                other = await one(service, source(data), spec)
                 other.release()
                 assert other.item.bytes_digest != full.item.bytes_digest
-            lowered = await service.resolve(source(data), TINY, auto_max_pixels=1024)
+            lowered = await one(service, source(data), auto_max_pixels=1024)
             assert lowered.item.bytes_digest == small.item.bytes_digest
             assert lowered.processed is None
 
@@ -191,7 +198,7 @@ def test_equal_items_in_flight_share_one_job() -> None:
         async with running() as service:
             (pid,) = service.pool.worker_pids()
             os.kill(pid, signal.SIGSTOP)
-            tasks = [asyncio.create_task(service.resolve(source(PNG), TINY)) for _ in range(6)]
+            tasks = [asyncio.create_task(one(service, source(PNG))) for _ in range(6)]
             await until(lambda: service.counters.shared_jobs_total == 5)
             for task in tasks[:2]:  # some lose interest; the job goes on for the others
                 task.cancel()
@@ -214,7 +221,7 @@ def test_when_every_caller_leaves_the_shared_job_ends() -> None:
         async with running(cancel_grace_s=0.05) as service:
             (pid,) = service.pool.worker_pids()
             os.kill(pid, signal.SIGSTOP)
-            tasks = [asyncio.create_task(service.resolve(source(PNG), TINY)) for _ in range(3)]
+            tasks = [asyncio.create_task(one(service, source(PNG))) for _ in range(3)]
             await until(lambda: service.counters.shared_jobs_total == 2)
             (flight,) = service._flights.values()
             for task in tasks:
@@ -224,7 +231,7 @@ def test_when_every_caller_leaves_the_shared_job_ends() -> None:
             await asyncio.wait({flight.task}, timeout=5)
             assert flight.task.cancelled()
             await until(lambda: service.pool.worker_pids() not in ([], [pid]))
-            (await service.resolve(source(PNG), TINY)).release()
+            (await one(service, source(PNG))).release()
             assert service.pool.arena.allocated_bytes == 0
 
     run(scenario)
@@ -236,7 +243,7 @@ def test_a_shared_failure_names_each_callers_part() -> None:
             bad = PNG[:-40]
             params = [f"messages[{i}].content[1]" for i in range(3)]
             outcomes = await asyncio.gather(
-                *(service.resolve(source(bad, param), TINY) for param in params), return_exceptions=True
+                *(one(service, source(bad, param)) for param in params), return_exceptions=True
             )
             assert all(isinstance(outcome, MediaDecodeError) for outcome in outcomes)
             assert [outcome.param for outcome in outcomes] == params
@@ -250,16 +257,16 @@ def test_refusals_carry_the_parameter() -> None:
     async def scenario() -> None:
         async with running() as service:
             with pytest.raises(BadRequest) as caught:
-                await service.resolve(source(PNG, max_pixels=1), TINY)
+                await one(service, source(PNG, max_pixels=1))
             assert caught.value.param == "max_pixels"
             with pytest.raises(MediaFetchError) as caught:
-                await service.resolve(MediaSource("image", "file:///x", param="messages[3]"), TINY)
+                await one(service, MediaSource("image", "file:///x", param="messages[3]"))
             assert caught.value.param == "messages[3]"
             with pytest.raises(MediaError, match="video"):
-                await service.resolve(MediaSource("video", data_url(PNG)), TINY)
+                await one(service, MediaSource("video", data_url(PNG)))
             wide = encode(Image.new("RGB", (1093, 5)))
             with pytest.raises(BadRequest, match="aspect ratio"):
-                await service.resolve(source(wide), TINY)
+                await one(service, source(wide))
 
     run(scenario)
 
@@ -275,11 +282,11 @@ def test_the_loop_stays_free_while_items_are_hashed_and_decoded(monkeypatch: pyt
 
         monkeypatch.setattr(Digester, "of_bytes", recording)
         async with running(num_workers=2, arena_bytes=4 << 20) as service:
-            (await service.resolve(source(PNG), TINY)).release()
+            (await one(service, source(PNG))).release()
             assert threads == [threading.get_ident()]
             images = [encode(noise(512, 512, seed=s)) for s in range(8)]
             turns = 0
-            tasks = [asyncio.create_task(service.resolve(source(data), TINY)) for data in images]
+            tasks = [asyncio.create_task(one(service, source(data))) for data in images]
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(0)
                 turns += 1
