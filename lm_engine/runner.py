@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from contracts.messages import TokenLogprobs
-from contracts.params import SamplingParams
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
+from lm_engine.host_copies import HostCopies
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.plan import SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
-from lm_engine.sampler import Adjustments, LogprobsWanted, Needs, Penalties, RowParams, Sampled, sample
+from lm_engine.row_sampler import RowSampler
+from lm_engine.sampler import Logprobs, Sampled
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,8 @@ class Runner:
             block_size=kv.block_size,
             device=model.device,
         )
-        self._copies: torch.cuda.Stream | None = None
-        if model.device.type == "cuda":
-            self._copies = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._sample = RowSampler(self.table)
+        self._copies = HostCopies(model.device)
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
@@ -106,7 +106,7 @@ class Runner:
             return _Launched(plan.step_id, (), (), None, None)
         sampled = self._sample(inputs, self.model.logits(hidden_TH[inputs.last_rows_S]))
         self.table.write_sampled(inputs, sampled.token_R)
-        results, done = self._copy_to_host(sampled)
+        results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in inputs.host_slots_S)
         return _Launched(plan.step_id, inputs.host_slots_S, wanted, results, done)
 
@@ -125,7 +125,7 @@ class Runner:
             )
             sampled = self._sample(rows, logits_RV)
             self.table.write_sampled(rows, sampled.token_R)
-        results, done = self._copy_to_host(sampled)
+        results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in slots)
         return _Launched(plan.step_id, tuple(slots), wanted, results, done)
 
@@ -163,89 +163,6 @@ class Runner:
                 deepstack_KTH[:, first : first + piece.length] = levels_LKH.transpose(0, 1)
         return hidden_TH, deepstack_KTH
 
-    def _sample(self, inputs: SampledRows, logits_SV: Tensor) -> Sampled:
-        rows = [self.table.rows[slot] for slot in inputs.host_slots_S]
-        params = [row.sampling for row in rows]
-        temperature_S, top_p_S, min_p_S, *_ = self.table.floats[inputs.slots_S].unbind(1)
-        row_params = RowParams(
-            temperature_R=temperature_S,
-            top_p_R=top_p_S,
-            min_p_R=min_p_S,
-            top_k_R=self.table.top_k[inputs.slots_S],
-            seed_R=self.table.seed[inputs.slots_S],
-            position_R=inputs.next_index_S,
-        )
-        return sample(
-            logits_SV,
-            row_params,
-            _needs(params),
-            self._adjustments(inputs),
-            self._penalties(inputs, params),
-            self._logprobs_wanted(params),
-        )
-
-    def _adjustments(self, inputs: SampledRows) -> Adjustments | None:
-        entries: list[tuple[int, int]] = []
-        values: list[float] = []
-        for i, slot in enumerate(inputs.host_slots_S):
-            row = self.table.rows[slot]
-            bias = row.sampling.logit_bias
-            entries += [(i, token) for token, _ in bias]
-            values += [value for _, value in bias]
-            if inputs.host_next_index_S[i] - row.num_prompt_tokens < row.sampling.min_tokens:
-                forbidden = {*row.stop_token_ids, *row.sampling.stop_token_ids}
-                entries += [(i, token) for token in forbidden]
-                values += [-np.inf] * len(forbidden)
-        if not entries:
-            return None
-        pairs = np.array(entries, dtype=np.int64)
-        assert pairs[:, 1].min() >= 0
-        assert pairs[:, 1].max() < self.model.config.vocab_size, "a biased token is outside the vocabulary"
-        rows, tokens = self.table.to_device(pairs.T.copy()).unbind(0)
-        return Adjustments(rows, tokens, self.table.to_device(np.array(values, dtype=np.float32)))
-
-    def _penalties(self, inputs: SampledRows, params: list[SamplingParams]) -> Penalties | None:
-        penalised = [i for i, p in enumerate(params) if p.has_penalties]
-        if not penalised:
-            return None
-        longest = max(inputs.host_next_index_S[i] for i in penalised)
-        rows_P = self.table.to_device(np.array(penalised, dtype=np.int64))
-        slots_P = inputs.slots_S[rows_P]
-        *_, presence_P, frequency_P, repetition_P = self.table.floats[slots_P].unbind(1)
-        return Penalties(
-            rows_P=rows_P,
-            tokens_PL=self.table.token_ids[slots_P, :longest].long(),
-            lengths_P=inputs.next_index_S[rows_P],
-            num_prompt_P=self.table.num_prompt[slots_P],
-            presence_P=presence_P,
-            frequency_P=frequency_P,
-            repetition_P=repetition_P,
-        )
-
-    def _logprobs_wanted(self, params: list[SamplingParams]) -> LogprobsWanted | None:
-        wanting = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs is not None]
-        if not wanting:
-            return None
-        rows = self.table.to_device(np.array([i for i, _ in wanting], dtype=np.int64))
-        return LogprobsWanted(rows, max(num_top for _, num_top in wanting))
-
-    def _copy_to_host(self, sampled: Sampled) -> tuple[Sampled, torch.cuda.Event | None]:
-        """On CUDA the copy runs beside the next step's kernels, on a stream of its own."""
-        if self._copies is None:
-            return sampled, None
-        self._copies.wait_stream(torch.cuda.current_stream(self.model.device))
-        with torch.cuda.stream(self._copies):
-            results = sampled.map(_to_pinned)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._copies)
-        return results, done
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
-
 
 def _offset_in_step(piece: SpanPiece, step: SequenceStep) -> int:
     offset = piece.start - step.start
@@ -254,15 +171,12 @@ def _offset_in_step(piece: SpanPiece, step: SequenceStep) -> int:
     return offset
 
 
-def _needs(params: list[SamplingParams]) -> Needs:
-    drawn = [p for p in params if not p.greedy]
-    return Needs(
-        random=bool(drawn),
-        max_top_k=max((p.top_k for p in drawn), default=0),
-        top_p=any(p.top_p < 1.0 for p in drawn),
-        nucleus_of_all=any(p.top_p < 1.0 and not p.top_k for p in drawn),
-        min_p=any(p.min_p > 0.0 for p in drawn),
+def _to_host(sampled: Sampled, copies: HostCopies) -> tuple[Sampled, torch.cuda.Event | None]:
+    logprobs = sampled.logprobs
+    (tokens, valid, *found), done = copies.start(
+        sampled.token_R, sampled.valid_R, *(() if logprobs is None else logprobs.tensors)
     )
+    return Sampled(tokens, valid, Logprobs(*found) if found else None), done
 
 
 def _collect(launched: _Launched) -> StepResult:

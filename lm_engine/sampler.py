@@ -8,7 +8,6 @@ Shapes: R rows, V vocabulary, L history, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,12 +90,6 @@ class Sampled:
     token_R: Tensor  # int64
     valid_R: Tensor  # bool: False where the model's logits held NaN or infinity
     logprobs: Logprobs | None
-
-    def map(self, move: Callable[[Tensor], Tensor]) -> Sampled:
-        """Every tensor through `move`."""
-        found = self.logprobs
-        moved = None if found is None else Logprobs(*(move(t) for t in found.tensors))
-        return Sampled(move(self.token_R), move(self.valid_R), moved)
 
 
 def sample(

@@ -10,7 +10,7 @@ import torch
 
 from contracts.params import SamplingParams
 from lm_engine.random import gumbel_noise, signed_seed
-from lm_engine.runner import _needs
+from lm_engine.row_sampler import needs_of
 from lm_engine.sampler import (
     Adjustments,
     LogprobsWanted,
@@ -40,7 +40,7 @@ def row_params(params: list[SamplingParams], positions=None) -> RowParams:
 
 
 def draw(logits_RV, params, positions=None):
-    return sample(logits_RV.clone(), row_params(params, positions), _needs(params)).token_R.tolist()
+    return sample(logits_RV.clone(), row_params(params, positions), needs_of(params)).token_R.tolist()
 
 
 # --- the hash -----------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_draws_follow_the_filtered_distribution(counter, kind):
         seed_R=rows if counter == "seeds" else torch.full((count,), 42),
         position_R=rows if counter == "positions" else torch.full((count,), 9),
     )
-    needs = _needs([SamplingParams(**kind)])
+    needs = needs_of([SamplingParams(**kind)])
     tokens = sample(logits_V.expand(count, size).clone(), tiled, needs).token_R
     probabilities = reference_filter(logits_V.numpy(), SamplingParams(**kind))
     observed = np.bincount(tokens.numpy(), minlength=size)
@@ -161,7 +161,7 @@ def reference_filter(logits_V: np.ndarray, params: SamplingParams) -> np.ndarray
 def kept_tokens(logits_RV, params):
     scaled_RV = logits_RV / torch.tensor([[p.temperature] for p in params])
     floor_R1, candidates = filter_floor(
-        scaled_RV, scaled_RV.amax(-1, keepdim=True), row_params(params), _needs(params)
+        scaled_RV, scaled_RV.amax(-1, keepdim=True), row_params(params), needs_of(params)
     )
     kept_RV = scaled_RV >= floor_R1
     if candidates is not None:
@@ -277,7 +277,7 @@ def test_bias_adds_and_forbids_before_everything_else():
     greedy = row_params([SamplingParams(temperature=0.0)] * 3)
     assert sample(logits_RV.clone(), greedy, Needs(), adjustments).token_R.tolist() == [2, 2, 0]
     hot = [SamplingParams(temperature=5.0, seed=i) for i in range(3)]
-    result = sample(logits_RV.clone(), row_params(hot), _needs(hot), adjustments)
+    result = sample(logits_RV.clone(), row_params(hot), needs_of(hot), adjustments)
     assert result.token_R.tolist()[1] == 2
 
 
@@ -288,7 +288,7 @@ def test_logprobs_are_of_the_raw_logits():
     params = [SamplingParams(temperature=0.5, top_k=1, seed=i) for i in range(3)]
     adjustments = Adjustments(torch.tensor([0, 2]), torch.tensor([4, 4]), torch.tensor([50.0, 50.0]))
     wanted = LogprobsWanted(torch.tensor([0, 2]), 5)
-    result = sample(logits_RV.clone(), row_params(params), _needs(params), adjustments, None, wanted)
+    result = sample(logits_RV.clone(), row_params(params), needs_of(params), adjustments, None, wanted)
     exact_RV = logits_RV.double().log_softmax(-1)
     for row, source in enumerate((0, 2)):
         assert result.token_R[source] == 4
@@ -315,7 +315,7 @@ def test_rows_of_nan_are_flagged_and_harm_no_other():
     params = [SamplingParams(top_p=0.9, seed=i) for i in range(3)]
     clean = draw(logits_RV, params)
     logits_RV[1, 5] = torch.nan
-    result = sample(logits_RV.clone(), row_params(params), _needs(params))
+    result = sample(logits_RV.clone(), row_params(params), needs_of(params))
     assert result.valid_R.tolist() == [True, False, True]
     assert 0 <= result.token_R[1] < 600
     assert [result.token_R[i] for i in (0, 2)] == [clean[0], clean[2]]
