@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contracts.params import SamplingParams
 from lm_engine.model import AttentionMetadata
-from lm_engine.plan import Admission, SequenceStep, StepPlan
+from lm_engine.plan import Admission, SequenceStep
 from lm_engine.random import signed_seed
 from lm_engine.transfer import to_device
 
@@ -129,11 +129,11 @@ class RequestTable:
         positions = self.to_device(admission.positions_AL.astype(np.int32))
         self.positions[:, slot, :num_prompt] = positions
 
-    def append_blocks(self, plan: StepPlan) -> None:
-        """Appends the blocks of admissions, then those of the plan's sequences."""
+    def append_blocks(self, admissions: Sequence[Admission], sequences: Sequence[SequenceStep]) -> None:
+        """Appends the blocks of admissions, then those of the step's sequences."""
         entries: list[tuple[int, int, int]] = []
-        appended = [(a.slot, a.block_ids) for a in plan.admissions]
-        appended += [(s.slot, s.new_block_ids) for s in plan.sequences if s.new_block_ids]
+        appended = [(a.slot, a.block_ids) for a in admissions]
+        appended += [(s.slot, s.new_block_ids) for s in sequences if s.new_block_ids]
         for slot, block_ids in appended:
             row = self.rows[slot]
             entries += [(slot, row.num_blocks + i, block) for i, block in enumerate(block_ids)]

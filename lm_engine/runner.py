@@ -94,7 +94,7 @@ class Runner:
         self._copy_blocks(plan.block_copies)
         if self._graphs is not None and takes(self._graphs, plan):
             return self._replay(self._graphs, plan)
-        self.table.append_blocks(plan)
+        self.table.append_blocks(plan.admissions, plan.sequences)
         if not plan.sequences:
             return _Launched(plan.step_id, (), (), None, None)
         inputs = self.table.step_inputs(plan.sequences)

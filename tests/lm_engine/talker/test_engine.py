@@ -1,0 +1,305 @@
+"""The talker's engine: streams in any order and pace, grants, batches, abort, and what remains after."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from contracts.errors import BadRequest, ContextLengthExceeded, ServiceUnavailable, TooManyRequests
+from tests.lm_engine.talker.tiny_talker import (
+    END,
+    GREEDY,
+    HIDDEN,
+    SILENT,
+    Client,
+    TinyTalker,
+    alone,
+    config_of,
+    drawn,
+)
+
+torch.set_num_threads(1)
+
+PROMPT = [3, 55, 56, 9, 12, 51, 4]
+TEXT = [11, 8, 30, 2, 17, 25]
+
+
+def requests(count=8):
+    """Of different prompts, texts, voices, lengths and ways of sampling."""
+    kinds = [GREEDY, drawn(3), drawn(4, top_k=0, temperature=1.3), GREEDY]
+    return [
+        {
+            "prompt": [(7 * i + j) % 60 for j in range(2 + 5 * i)],
+            "text": [(3 * i + j) % 50 for j in range(1 + i)],
+            "voice": str(i % 2),
+            "sampling": kinds[i % 4],
+            "max_frames": 6 + 2 * (i % 5),
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_many_at_once_equal_each_alone(overlap):
+    expected = [alone(**request) for request in requests()]
+    model = TinyTalker()
+    with Client(model, config_of(overlap=overlap)) as client:
+        for i, request in enumerate(requests()):
+            client.say(str(i), **request)
+        client.run()
+        assert client.engine.is_idle()
+        assert client.engine.check_integrity() is None
+        assert client.engine.stats()["kv_cache_usage_perc"] == 0
+    assert model.max_batch > 4
+    for i, answer in enumerate(expected):
+        found = client.answers[str(i)]
+        assert (found.frames, found.reason) == (answer.frames, answer.reason)
+        assert len(found.frames) == found.message.max_frames or found.reason == "stop"
+    assert len({tuple(a.frames) for a in expected}) == len(expected)
+
+
+def test_everything_that_arrives_decides_the_frames():
+    base = alone(PROMPT, TEXT)
+    assert len(base.frames) == 12
+    others = [
+        alone(PROMPT, TEXT, voice="1"),
+        alone(PROMPT[:-1], TEXT),
+        alone(PROMPT, [12, *TEXT[1:]]),
+        alone(PROMPT, TEXT, sampling=drawn(1)),
+        alone(PROMPT, TEXT, sampling=drawn(2)),
+    ]
+    assert all(other.frames != base.frames for other in others)
+    # The text's k-th token after the first is heard at frame k, its end one frame later.
+    assert alone(PROMPT, [*TEXT[:3], 40, *TEXT[4:]]).frames[:3] == base.frames[:3]
+    assert alone(PROMPT, [*TEXT[:3], 40, *TEXT[4:]]).frames != base.frames
+    longer = alone(PROMPT, [*TEXT, 5])
+    assert longer.frames[: len(TEXT)] == base.frames[: len(TEXT)]
+    assert longer.frames != base.frames
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("text_hidden", [False, True])
+def test_text_that_arrives_late_waits_for_it_and_changes_nothing(overlap, text_hidden):
+    model = TinyTalker(text_hidden=text_hidden)
+    expected = alone(PROMPT, TEXT, model=TinyTalker(text_hidden=text_hidden), sampling=drawn(7))
+    with Client(model, config_of(overlap=overlap)) as client:
+        answer = client.add("late", PROMPT, TEXT, sampling=drawn(7))
+
+        async def trickle() -> list[int]:
+            counts = []
+            client.think("late", 1, last=False)
+            await client.drain()
+            assert not answer.frames, "its prompt lacks hidden states"
+            client.see("late")
+            await client.drain()
+            counts.append(len(answer.frames))
+            for start in range(1, len(TEXT)):
+                client.think("late", 1, start=start, last=False)
+                await client.drain()
+                assert not client.engine.has_work()
+                counts.append(len(answer.frames))
+            client.engine.text("late", [], torch.zeros(0, HIDDEN) if text_hidden else None, last=True)
+            await client.drain()
+            return counts
+
+        counts = asyncio.run(trickle())
+        assert client.engine.is_idle()
+    assert counts == [1, 2, 3, 4, 5, 6], "one frame for the prompt, one for each further token"
+    assert answer.frames == expected.frames
+    assert answer.reason == expected.reason == "length"
+
+
+def test_one_without_text_or_grant_holds_nobody_up():
+    expected = alone(PROMPT, TEXT)
+    with Client() as client:
+        waiting = client.add("no text", PROMPT, TEXT)
+        client.see("no text")
+        starved = client.say("no grant", PROMPT, TEXT, granted=3)
+        unheard = client.say("not at all", PROMPT, TEXT, granted=0)
+        client.say("other", PROMPT, TEXT)
+        client.run()
+        assert client.answers["other"].frames == expected.frames
+        assert (waiting.frames, unheard.frames) == ([], [])
+        assert starved.frames == expected.frames[:3]
+        assert starved.reason is None
+        client.engine.grant("no grant", 5)
+        client.engine.grant("no grant", 4)  # an older one, overtaken
+        client.run()
+        assert starved.frames == expected.frames[:5]
+        client.engine.grant("no grant", 100)
+        client.engine.grant("not at all", 100)
+        client.think("no text")
+        client.run()
+        assert starved.frames == waiting.frames == unheard.frames == expected.frames
+        assert client.engine.is_idle()
+
+
+def test_the_final_grant_cuts():
+    expected = alone(PROMPT, TEXT)
+    with Client() as client:
+        answer = client.say("cut", PROMPT, TEXT, granted=3)
+        client.engine.grant("cut", 4, final=True)
+        client.run()
+        assert answer.frames == expected.frames[:4]
+        assert answer.reason == "length"
+        late = client.say("late", PROMPT, TEXT, granted=5)
+        client.run()
+        assert late.reason is None
+        client.engine.grant("late", 5, final=True)  # it is there already
+        client.run()
+        assert late.frames == expected.frames[:5]
+        assert late.reason == "length"
+        assert client.engine.stats()["length_stops_total"] == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_end_code_ends_it_and_is_no_frame(overlap):
+    plain = alone(PROMPT, TEXT, sampling=drawn(5), max_frames=40)
+    biased = {"sampling": drawn(5), "max_frames": 40}
+    expected = alone(PROMPT, TEXT, model=TinyTalker(end_bias=1.0), **biased)
+    assert expected.reason == "stop"
+    assert 0 < len(expected.frames) < 40
+    assert expected.frames == plain.frames[: len(expected.frames)]
+    with Client(TinyTalker(end_bias=1.0), config_of(overlap=overlap)) as client:
+        answers = [client.say(str(i), PROMPT, TEXT, **biased) for i in range(3)]
+        client.run()
+        assert client.engine.is_idle()
+    assert all((a.frames, a.reason) == (expected.frames, "stop") for a in answers)
+    assert all(END not in (f[0] for f in a.frames) for a in answers)
+    assert alone(PROMPT, TEXT, model=TinyTalker(end_bias=1e4)).frames == []
+
+
+def test_suppressed_codes_are_never_drawn():
+    model = TinyTalker()
+    model.end_bias[SILENT] = 1e4
+    assert all(frame[0] != SILENT for frame in alone(PROMPT, TEXT, model=model).frames)
+
+
+def test_an_answer_without_words_is_no_speech():
+    assert alone(PROMPT, []).frames == []
+    with Client() as client:
+        answer = client.add("mute", PROMPT, [])
+        client.think("mute")
+        client.run()
+        assert answer.reason == "stop"
+        assert client.engine.is_idle()
+
+
+def test_kv_is_reserved_for_all_frames_and_freed_at_the_end():
+    """Two fit at once; the third waits for one of them, whoever else is smaller."""
+    request = {"prompt": list(range(10)), "text": TEXT, "max_frames": 20}
+    config = config_of(num_blocks=1 + 2 * 8)  # 12 rows and 19 more: 31 tokens in 8 blocks of 4
+    expected = alone(**request)
+    with Client(config=config) as client:
+        for i in range(4):
+            client.say(str(i), **request)
+        asyncio.run(client.step())
+        assert client.engine.stats()["num_requests_running"] == 2
+        assert client.engine.stats()["kv_cache_usage_perc"] == 1.0
+        client.run()
+        assert client.engine.is_idle()
+    assert all(answer.frames == expected.frames for answer in client.answers.values())
+
+
+def test_bounds_of_the_engine():
+    with Client(config=config_of(num_blocks=1 + 8, context_length=64, max_waiting_requests=2)) as client:
+        with pytest.raises(ContextLengthExceeded):
+            client.add("long", [1] * 40, TEXT)
+        cut = client.say("cut", [1] * 26, TEXT, max_frames=50)  # 28 rows, 32 tokens of KV
+        client.run()
+        assert (len(cut.frames), cut.reason) == (5, "length")
+        with pytest.raises(BadRequest):
+            client.add("strange", PROMPT, TEXT, voice="7")
+        client.add("0", PROMPT, TEXT)
+        client.add("1", PROMPT, TEXT)
+        with pytest.raises(TooManyRequests):
+            client.add("2", PROMPT, TEXT)
+        assert client.engine.check_integrity() is None
+        client.engine.close()
+        with pytest.raises(ServiceUnavailable):
+            client.add("3", PROMPT, TEXT)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_abort_at_any_time_leaves_nothing(overlap):
+    expected = alone(PROMPT, TEXT)
+    with Client(config=config_of(overlap=overlap)) as client:
+
+        async def play() -> None:
+            client.add("early", PROMPT, TEXT)
+            client.engine.abort("early")
+            for steps in range(1, 6):
+                name = f"after {steps}"
+                client.say(name, PROMPT, TEXT)
+                client.say(f"beside {steps}", PROMPT, TEXT)
+                for _ in range(steps):
+                    await client.step()
+                client.engine.abort(name)
+                client.engine.abort(name)
+                assert client.engine.check_integrity() is None
+                # What is still under way for it is dropped.
+                client.see(name)
+                client.think(name)
+                client.engine.grant(name, 9)
+                await client.drain()
+                assert client.answers[name].reason is None
+            assert client.engine.is_idle()
+            assert client.engine.check_integrity() is None
+
+        asyncio.run(play())
+    assert all(client.answers[f"beside {n}"].frames == expected.frames for n in range(1, 6))
+
+
+def test_what_no_thinker_sends_fails_that_request_alone():
+    expected = alone(PROMPT, TEXT)
+    with Client() as client:
+        bad = ["width", "missing", "token", "twice"]
+        for name in bad:
+            client.add(name, PROMPT, TEXT)
+        client.say("good", PROMPT, TEXT)
+        client.engine.prompt("width", [1], torch.zeros(1, HIDDEN + 1), last=True)
+        client.engine.prompt("missing", [1, 5], torch.zeros(2, HIDDEN), last=True)
+        client.think("missing")
+        client.engine.text("token", [60], None, last=False)
+        client.see("twice")
+        client.see("twice")
+        client.run()
+        assert client.engine.is_idle()
+    assert client.answers["good"].frames == expected.frames
+    for name in bad:
+        assert client.answers[name].error is not None, name
+        assert not client.answers[name].frames
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_step_and_values_that_are_not_finite(overlap):
+    expected = alone(PROMPT, TEXT)
+    with Client(config=config_of(overlap=overlap)) as client:
+        client.say("burnt", PROMPT, TEXT)
+        client.model.fail_next = True
+        client.run()
+        assert client.answers["burnt"].error is not None
+        client.say("poisoned", PROMPT, TEXT)
+        client.model.poison = True
+        client.run()
+        assert client.answers["poisoned"].error is not None
+        client.say("after", PROMPT, TEXT)
+        client.run()
+        assert client.answers["after"].frames == expected.frames
+        assert client.engine.stats()["failed_steps_total"] == 1 + overlap  # the step behind it, too
+        assert client.engine.is_idle()
+
+
+def test_hidden_states_come_in_any_number_of_pieces():
+    expected = alone(PROMPT, TEXT)
+    with Client() as client:
+        answer = client.add("pieces", PROMPT, TEXT)
+        whole = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(5))
+        client.think("pieces")
+        for positions in ([0, 2], [1, 6], [5]):  # more than it needs
+            client.engine.prompt("pieces", positions, whole[positions], last=False)
+        client.engine.prompt("pieces", [], torch.zeros(0, HIDDEN), last=True)
+        client.run()
+    assert answer.frames == expected.frames
