@@ -29,6 +29,7 @@ class EngineConfig:
     long_prefill_cap: int = 1024
     max_resident_embedding_tokens: int = 65536
     embedding_width: int = 0
+    plain_embedding_width: int = 0  # of items without deepstack features; 0: there are none
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 4_000_000
     policy: Policy = "fcfs"

@@ -1,4 +1,5 @@
-"""The one decoder: Llama, Qwen2, Qwen3 and the text halves of the Qwen-VL families, by configuration.
+"""The one decoder: Llama, Qwen2, Qwen3 and the text halves of the Qwen-VL and omni families, by
+configuration.
 
 Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, R rows, V vocabulary.
 """
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_engine.layers.kernels import DecoderLayer, HeadShape, Kernels, Linear, QKNorm
+from lm_engine.layers.kernels import (
+    DecoderLayer,
+    ExpertWeights,
+    HeadShape,
+    Kernels,
+    Linear,
+    Mlp,
+    QKNorm,
+)
+from lm_engine.layers.mlp import DenseMlp, SharedExpert, SparseMlp
 from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
 
@@ -19,7 +29,8 @@ from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, 
 class WeightSource(Protocol):
     """Where a decoder's weights come from, under our names: `embed.weight`, `norm.weight`, `lm_head.weight`
     and, per layer, `layers.<i>.` with `input_norm`, `q`, `k`, `v`, `o`, `q_norm`, `k_norm`, `post_norm`,
-    `gate`, `up`, `down`."""
+    `gate`, `up`, `down`; a sparse layer has `router`, `experts.<e>.gate`, `.up`, `.down`, and
+    `shared.gate`, `.up`, `.down`, `shared_gate` instead of the last three."""
 
     device: torch.device
     dtype: torch.dtype
@@ -75,7 +86,7 @@ class DecoderStack:
             )
             mixed_TH = layer.output(attended_TX)
             normed_TH, residual_TH = kernels.add_rms_norm(mixed_TH, residual_TH, layer.post_norm_H, eps)
-            delta_TH = layer.down(kernels.silu_mul(layer.gate_up(normed_TH)))
+            delta_TH = layer.mlp(normed_TH)
             if index + 1 == kept_layer != num_layers:
                 _keep(residual_TH + delta_TH, kv, metadata)
             if deepstack_KTH is not None and index < num_deepstack:
@@ -114,16 +125,6 @@ def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, i
     hidden, prefix = config.hidden_size, f"layers.{index}."
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def fused(parts: dict[str, int], num_inputs: int, bias: bool) -> Linear:
-        """Projections of one input, rows stacked in the order of `parts` (name → outputs)."""
-        weights = [source.take(f"{prefix}{name}.weight", (size, num_inputs)) for name, size in parts.items()]
-        biases = (
-            [source.take(f"{prefix}{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-        )
-        if len(parts) == 1:
-            return kernels.pack_linear(weights[0], biases[0] if biases else None)
-        return kernels.pack_linear(torch.cat(weights), torch.cat(biases) if biases else None)
-
     def norm(name: str, size: int) -> Tensor:
         return source.take(f"{prefix}{name}.weight", (size,))
 
@@ -131,13 +132,73 @@ def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, i
     if config.qk_norm:
         q_norm_D, k_norm_D = norm("q_norm", config.head_dim), norm("k_norm", config.head_dim)
         qk_norm = QKNorm(q_norm_D, k_norm_D, config.rms_norm_eps)
-    intermediate = config.intermediate_size
+    qkv = {"q": q_width, "k": kv_width, "v": kv_width}
     return DecoderLayer(
         input_norm_H=norm("input_norm", hidden),
-        qkv=fused({"q": q_width, "k": kv_width, "v": kv_width}, hidden, config.qkv_bias),
+        qkv=_load_linear(source, kernels, prefix, qkv, hidden, config.qkv_bias),
         qk_norm=qk_norm,
-        output=fused({"o": hidden}, q_width, config.output_bias),
+        output=_load_linear(source, kernels, prefix, {"o": hidden}, q_width, config.output_bias),
         post_norm_H=norm("post_norm", hidden),
-        gate_up=fused({"gate": intermediate, "up": intermediate}, hidden, bias=False),
-        down=fused({"down": hidden}, intermediate, bias=False),
+        mlp=_load_mlp(config, source, kernels, index),
     )
+
+
+def _load_linear(
+    source: WeightSource,
+    kernels: Kernels,
+    prefix: str,
+    parts: dict[str, int],
+    num_inputs: int,
+    bias: bool = False,
+    *,
+    float32_output: bool = False,
+) -> Linear:
+    """Projections of one input, rows stacked in the order of `parts` (name → outputs)."""
+    weights = [source.take(f"{prefix}{name}.weight", (size, num_inputs)) for name, size in parts.items()]
+    biases = [source.take(f"{prefix}{name}.bias", (size,)) for name, size in parts.items()] if bias else []
+    weight_OI = weights[0] if len(parts) == 1 else torch.cat(weights)
+    bias_O = torch.cat(biases) if biases else None
+    return kernels.pack_linear(weight_OI, bias_O, float32_output=float32_output)
+
+
+def _load_mlp(config: DecoderConfig, source: WeightSource, kernels: Kernels, index: int) -> Mlp:
+    hidden, prefix = config.hidden_size, f"layers.{index}."
+    moe = config.moe
+    if moe is None or not moe.is_sparse(index):
+        return _load_dense_mlp(source, kernels, prefix, hidden, config.intermediate_size)
+    experts = [
+        _load_expert(source, f"{prefix}experts.{expert}.", hidden, moe.intermediate_size)
+        for expert in range(moe.num_experts)
+    ]
+    shared = None
+    if moe.shared_intermediate_size is not None:
+        width = moe.shared_intermediate_size
+        shared = SharedExpert(
+            _load_dense_mlp(source, kernels, f"{prefix}shared.", hidden, width),
+            _load_linear(source, kernels, prefix, {"shared_gate": 1}, hidden, float32_output=True),
+        )
+    router = {"router": moe.num_experts}
+    return SparseMlp(
+        router=_load_linear(source, kernels, prefix, router, hidden, float32_output=True),
+        experts=kernels.pack_experts(experts),
+        num_chosen=moe.num_chosen,
+        normalise=moe.normalise,
+        shared=shared,
+    )
+
+
+def _load_dense_mlp(
+    source: WeightSource, kernels: Kernels, prefix: str, hidden: int, intermediate: int
+) -> DenseMlp:
+    gate_up = {"gate": intermediate, "up": intermediate}
+    return DenseMlp(
+        kernels,
+        _load_linear(source, kernels, prefix, gate_up, hidden),
+        _load_linear(source, kernels, prefix, {"down": hidden}, intermediate),
+    )
+
+
+def _load_expert(source: WeightSource, prefix: str, hidden: int, intermediate: int) -> ExpertWeights:
+    gate_IH, up_IH = (source.take(f"{prefix}{n}.weight", (intermediate, hidden)) for n in ("gate", "up"))
+    down_HI = source.take(f"{prefix}down.weight", (hidden, intermediate))
+    return ExpertWeights(torch.cat([gate_IH, up_IH]), down_HI)

@@ -130,8 +130,8 @@ class LMEngine:
             self._fail(request, EngineError(f"embeddings for item {item_index} of {len(rows)}"))
             return
         want = (rows[item_index], self.config.embedding_width)
-        if tuple(embeddings.shape) != want:
-            got = tuple(embeddings.shape)
+        got = tuple(embeddings.shape)
+        if got not in (want, (want[0], self.config.plain_embedding_width)):
             self._fail(
                 request, EngineError(f"item {item_index} has embeddings of shape {got}, want {want}; retry")
             )

@@ -27,8 +27,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """Sparse MLPs: every token goes to `num_chosen` of `num_experts` experts."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int  # of each expert
+    normalise: bool  # the chosen experts' weights add up to one
+    shared_intermediate_size: int | None = None  # of an expert that serves every token
+    dense_layers: frozenset[int] = frozenset()  # layers that keep a plain MLP
+
+    def is_sparse(self, layer: int) -> bool:
+        return layer not in self.dense_layers
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """One decoder covers Llama, Qwen2, Qwen3 and the text half of the Qwen-VL families.
+    """One decoder covers Llama, Qwen2, Qwen3, Qwen3-MoE and the text half of the
+    Qwen-VL and omni families.
 
     `kept_hidden_layer`: the hidden states after so many layers are kept beside the KV, one row a slot, for a
     talker to read. After all layers they are those of the final norm, before that those without the deepstack
@@ -49,6 +65,7 @@ class DecoderConfig:
     output_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
+    moe: MoeConfig | None = None  # None: every MLP is dense
     num_deepstack_levels: int = 0  # visual features added after the first layers (Qwen3-VL)
     kept_hidden_layer: int | None = None
 

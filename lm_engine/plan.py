@@ -63,7 +63,7 @@ class SpanPiece:
 
     Rows `source_start : source_start + length` of `embeddings` go to sequence indices
     `start : start + length` of `slot` (sequence indices, not step rows). The width is the hidden size times
-    (1 + number of deepstack levels).
+    (1 + number of deepstack levels), or the hidden size alone for items without such features (audio).
     """
 
     slot: int

@@ -155,10 +155,11 @@ class Runner:
             row = row_of_slot[piece.slot]
             first = starts[row] + _offset_in_step(piece, plan.sequences[row])
             rows_LW = piece.embeddings[piece.source_start : piece.source_start + piece.length]
-            assert rows_LW.shape == (piece.length, (1 + levels) * width), "embeddings of the wrong shape"
+            assert len(rows_LW) == piece.length, "embeddings of too few rows"
+            assert rows_LW.shape[1] in (width, (1 + levels) * width), "embeddings of the wrong width"
             rows_LW = rows_LW.to(device=hidden_TH.device, dtype=hidden_TH.dtype, non_blocking=True)
             hidden_TH[first : first + piece.length] = rows_LW[:, :width]
-            if deepstack_KTH is not None:
+            if deepstack_KTH is not None and rows_LW.shape[1] > width:
                 levels_LKH = rows_LW[:, width:].reshape(piece.length, levels, width)
                 deepstack_KTH[:, first : first + piece.length] = levels_LKH.transpose(0, 1)
         return hidden_TH, deepstack_KTH

@@ -28,6 +28,8 @@ class _TensorSlice(Protocol):
 
     def get_dtype(self) -> str: ...
 
+    def __getitem__(self, index: int) -> Tensor: ...
+
 
 class _TensorFile(Protocol):
     """What safetensors' `safe_open` gives, which it does not type."""
@@ -106,6 +108,11 @@ class Checkpoint:
         if found != shape:
             raise checkpoint_error(f"tensor {name} has shape {list(found)}, the config needs {list(shape)}")
         return self._file(name).get_tensor(name).to(device=device, dtype=dtype)
+
+    def part(self, name: str, index: int) -> Tensor:
+        """`name`[index], on the CPU as stored; the rest of it is not read."""
+        assert 0 <= index < self.shape(name)[0]
+        return self._file(name).get_slice(name)[index]
 
     def _locate(self) -> dict[str, str]:
         """Maps every tensor to its file and opens every file once, so that a missing shard shows at once."""

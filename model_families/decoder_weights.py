@@ -29,7 +29,17 @@ _IN_LAYER: Mapping[str, str] = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "mlp.gate": "router",
+    "mlp.shared_expert.gate_proj": "shared.gate",
+    "mlp.shared_expert.up_proj": "shared.up",
+    "mlp.shared_expert.down_proj": "shared.down",
+    "mlp.shared_expert_gate": "shared_gate",
 }
+_EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+# Some checkpoints stack a layer's experts: [expert, input, gate's outputs then up's], [expert, input,
+# output].
+_STACK = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_OUR_EXPERT = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(gate|up|down)\.weight")
 
 
 def rename_text(name: str, prefixes: tuple[str, ...]) -> str | None:
@@ -45,11 +55,17 @@ def rename_text(name: str, prefixes: tuple[str, ...]) -> str | None:
         return rest.replace("embed_tokens", "embed")
     if (match := _LAYER.fullmatch(rest)) and match[2] in _IN_LAYER:
         return f"layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+    if match := _EXPERT.fullmatch(rest):
+        return f"layers.{match[1]}.experts.{match[2]}.{match[3]}.weight"
+    if match := _STACK.fullmatch(rest):
+        return f"layers.{match[1]}.experts.{match[2]}"
     return name
 
 
 def published_name(name: str) -> str:
     """The usual checkpoint name of our `name`, for errors; without the family's prefix."""
+    if match := _OUR_EXPERT.fullmatch(name):
+        return f"layers.{match[1]}.mlp.experts.{match[2]}.{match[3]}_proj.weight"
     if match := _LAYER.fullmatch(name):
         theirs = next(theirs for theirs, ours in _IN_LAYER.items() if ours == match[2])
         return f"layers.{match[1]}.{theirs}.{match[3]}"
@@ -77,11 +93,39 @@ class TextTensors:
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._theirs:
+            if (expert_OI := self._take_stacked(name, shape)) is not None:
+                return expert_OI
             folder = self._checkpoint.folder.name
             raise checkpoint_error(f"checkpoint {folder} lacks the text tensor {published_name(name)}")
         self._untaken.discard(name)
         theirs = self._theirs[name]
         return self._checkpoint.tensor(theirs, shape, dtype=self.dtype, device=self.device)
+
+    def _take_stacked(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """One expert's weight out of a stack; None when there is no such stack."""
+        match = _OUR_EXPERT.fullmatch(name)
+        if match is None:
+            return None
+        stack = f"layers.{match[1]}.experts.{'down' if match[3] == 'down' else 'gate_up'}"
+        if stack not in self._theirs:
+            return None
+        self._untaken.discard(stack)
+        outputs, inputs = shape
+        width = outputs if match[3] == "down" else 2 * outputs
+        weight_OI = self._part(self._theirs[stack], int(match[2]), (width, inputs))
+        first = outputs if match[3] == "up" else 0
+        return weight_OI[first : first + outputs].to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _part(self, name: str, index: int, shape: tuple[int, int]) -> Tensor:
+        """An expert out of a stack, outputs first: published checkpoints have the inputs first."""
+        found = self._checkpoint.shape(name)
+        if len(found) != 3 or index >= found[0] or found[1:] not in (shape, shape[::-1]):
+            raise checkpoint_error(
+                f"tensor {name} has shape {list(found)}, the config needs {index + 1} or more of"
+                f" {list(shape)}"
+            )
+        part = self._checkpoint.part(name, index)
+        return part if found[1:] == shape else part.t()
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
         left = sorted(self._theirs[name] for name in self._untaken.difference(allowed))

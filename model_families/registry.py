@@ -27,9 +27,12 @@ from model_families.qwen2_5_vl.parts import PARTS as QWEN2_5_VL
 from model_families.qwen2_vl.parts import PARTS as QWEN2_VL
 from model_families.qwen3.parts import PARTS as QWEN3
 from model_families.qwen3_vl.parts import PARTS as QWEN3_VL
+from model_families.qwen3_vl_moe.parts import PARTS as QWEN3_VL_MOE
 from model_families.text import ChatTokenizer, HFChatTokenizer
 
-FAMILIES = {parts.name: parts for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
+FAMILIES = {
+    parts.name: parts for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)
+}
 GENERATION_FILE = "generation_config.json"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from lm_engine.model import DecoderConfig
+from lm_engine.model import DecoderConfig, MoeConfig
 from model_families.checkpoint import checkpoint_error
 from model_families.rope import RopeParameters, rope_config
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of Llama and Qwen text models. None: the family's default."""
+    """The fields of Llama and Qwen text models. None: the family's default. Experts are counted by either
+    name."""
 
     vocab_size: int | None = None
     hidden_size: int | None = None
@@ -29,6 +30,14 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float | None = None
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: int | None = None
+    mlp_only_layers: tuple[int, ...] | None = None
 
     @property
     def rope(self) -> RopeParameters:
@@ -43,6 +52,17 @@ class CheckpointConfig(TextConfig, frozen=True, kw_only=True):
     quantization_config: msgspec.Raw = msgspec.Raw(b"")
 
 
+class MoeDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sparse family's config leaves unsaid. `always_normalise`: whatever the config says."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalise: bool
+    always_normalise: bool = False
+    has_shared: bool = False
+
+
 class FamilyDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What a family's config leaves unsaid, and its fixed traits."""
 
@@ -54,6 +74,7 @@ class FamilyDefaults(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     mrope_section: tuple[int, int, int] | None = None  # None: plain RoPE
     mrope_interleaved: bool = False
+    moe: MoeDefaults | None = None  # None: a dense family
 
 
 def build_decoder_config(
@@ -87,8 +108,39 @@ def build_decoder_config(
         qkv_bias=text.attention_bias if defaults.qkv_bias is None else defaults.qkv_bias,
         output_bias=text.attention_bias if defaults.qkv_bias is None else False,
         qk_norm=defaults.qk_norm,
-        tie_embeddings=bool(config.tie_word_embeddings or text.tie_word_embeddings),
+        tie_embeddings=_is_tied(config, text),
+        moe=None if defaults.moe is None else _moe_config(text, defaults.moe),
         num_deepstack_levels=num_deepstack_levels,
+    )
+
+
+def _moe_config(text: TextConfig, defaults: MoeDefaults) -> MoeConfig | None:
+    """Layers are sparse at every `decoder_sparse_step`-th, unless they are named as dense."""
+    num_layers = _required("num_hidden_layers", text.num_hidden_layers)
+    step, named = text.decoder_sparse_step or 1, text.mlp_only_layers or ()
+    dense = frozenset(i for i in range(num_layers) if i in named or (i + 1) % step)
+    num_experts = text.num_experts if text.num_experts is not None else text.num_local_experts
+    if num_experts == 0 or len(dense) == num_layers:
+        return None
+    normalise = defaults.normalise if text.norm_topk_prob is None else text.norm_topk_prob
+    return MoeConfig(
+        num_experts=num_experts or defaults.num_experts,
+        num_chosen=text.num_experts_per_tok or defaults.num_chosen,
+        intermediate_size=text.moe_intermediate_size or defaults.intermediate_size,
+        normalise=defaults.always_normalise or normalise,
+        shared_intermediate_size=_required(
+            "shared_expert_intermediate_size", text.shared_expert_intermediate_size
+        )
+        if defaults.has_shared
+        else None,
+        dense_layers=dense,
+    )
+
+
+def _is_tied(config: CheckpointConfig, text: TextConfig) -> bool:
+    """The whole model's word goes before the text half's, which may be no more than a default."""
+    return bool(
+        text.tie_word_embeddings if config.tie_word_embeddings is None else config.tie_word_embeddings
     )
 
 

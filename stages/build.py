@@ -108,6 +108,7 @@ def _engine_config(
         long_prefill_cap=bounds.long_prefill_cap,
         max_resident_embedding_tokens=config.max_resident_embedding_tokens,
         embedding_width=decoder.hidden_size * (1 + decoder.num_deepstack_levels) if takes_media else 0,
+        plain_embedding_width=decoder.hidden_size if takes_media else 0,
         max_waiting_requests=config.max_waiting_requests,
         policy=config.policy,
         prefix_cache=config.prefix_cache,

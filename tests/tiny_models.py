@@ -18,8 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 transformers.utils.logging.disable_progress_bar()
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -90,6 +90,7 @@ _RECIPES = {
     "qwen2_vl": _Recipe("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", 14),
     "qwen2_5_vl": _Recipe("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", 14),
     "qwen3_vl": _Recipe("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", 16, True),
+    "qwen3_vl_moe": _Recipe("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", 16, True),
 }
 
 
@@ -166,8 +167,11 @@ def _new_model(family: str, recipe: _Recipe, tokenizer: Any, overrides: dict[str
         "tie_word_embeddings": family == "qwen2",
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    if family in ("qwen3", "qwen3_vl"):
+    if family in ("qwen3", "qwen3_vl", "qwen3_vl_moe"):
         text["head_dim"] = 16
+    if family == "qwen3_vl_moe":  # the second layer is dense
+        text |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text["mlp_only_layers"] = [1]
     text |= {k: v for k, v in overrides.items() if not k.startswith("vision_")}
     config_class = getattr(transformers, recipe.config_class)
     if not recipe.patch_size:

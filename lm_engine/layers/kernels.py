@@ -49,6 +49,28 @@ class Linear(Protocol):
         ...
 
 
+class Mlp(Protocol):
+    def __call__(self, x_TH: Tensor) -> Tensor:
+        """[T, H] → [T, H], a tensor of its own."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert of a sparse MLP: gate and up stacked, then down."""
+
+    gate_up_2IH: Tensor
+    down_HI: Tensor
+
+
+class Experts(Protocol):
+    """All experts of one layer, in the layout that their kernels like best."""
+
+    def __call__(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Sum over each token's K experts of weight · expert(x), added in float32: [T, H] in x's dtype."""
+        ...
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     """Weights of one layer, fused where one input feeds several projections."""
@@ -58,8 +80,7 @@ class DecoderLayer:
     qk_norm: QKNorm | None
     output: Linear
     post_norm_H: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 class FusedPass(Protocol):
@@ -99,6 +120,10 @@ class Kernels(Protocol):
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> Linear:
         """May keep `weight_OI` itself or a copy in its own layout; the caller drops its reference."""
+        ...
+
+    def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
+        """As `pack_linear`, for the experts of one layer."""
         ...
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

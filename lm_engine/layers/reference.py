@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lm_engine.attention.reference import BatchedAttention
-from lm_engine.layers.kernels import FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.layers.mlp import LoopedExperts
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 
 
@@ -39,6 +42,9 @@ class ReferenceKernels:
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> ReferenceLinear:
         return ReferenceLinear(weight_OI, bias_O, float32_output)
+
+    def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
+        return LoopedExperts(self, weights)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x_TH.float(), weight_H.shape, weight_H.float(), eps).to(x_TH.dtype)

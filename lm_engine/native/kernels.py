@@ -6,11 +6,13 @@ Shapes: T tokens, H hidden, I intermediate, N query heads, G KV heads, D head si
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lm_engine.layers.kernels import FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.layers.mlp import sliced_experts
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.native.attention import NativeAttention
 from lm_engine.native.library import CRope, dtype_code
@@ -38,6 +40,9 @@ class NativeKernels:
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> NativeLinear:
         return NativeLinear(self._library, weight_OI, bias_O, float32_output)
+
+    def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
+        return sliced_experts(self, weights)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         x_TH = x_TH.contiguous()

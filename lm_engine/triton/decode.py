@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lm_engine.attention.triton import TritonAttention
 from lm_engine.layers.kernels import DecoderLayer, HeadShape, Linear
+from lm_engine.layers.mlp import DenseMlp
 from lm_engine.model import AttentionMetadata, PagedKV
 from lm_engine.triton.linear import MAX_SKINNY_ROWS, Norm, TritonLinear
 from lm_engine.triton.norm import launch_norm
@@ -45,17 +46,25 @@ class DecodePass:
                 qkv_TX, heads, cos_TP, sin_TP, layer.qk_norm, kv, index, metadata
             )
             _ours(layer.output).fused(attended_TH, residual_MO=residual_TH)
-            gated_TI = _of_norm(layer.gate_up, residual_TH, Norm(layer.post_norm_H, eps), gated=True)
-            _ours(layer.down).fused(gated_TI, residual_MO=residual_TH)
+            post_norm = Norm(layer.post_norm_H, eps)
+            if isinstance(layer.mlp, DenseMlp):
+                gated_TI = _of_norm(layer.mlp.gate_up, residual_TH, post_norm, gated=True)
+                _ours(layer.mlp.down).fused(gated_TI, residual_MO=residual_TH)
+            else:
+                residual_TH += layer.mlp(_normed(residual_TH, post_norm))
         return residual_TH
 
 
 def _of_norm(linear: Linear, x_TH: Tensor, norm: Norm, *, gated: bool = False) -> Tensor:
     if x_TH.shape[0] == 1:
         return _ours(linear).fused(x_TH, norm=norm, gated=gated)
+    return _ours(linear).fused(_normed(x_TH, norm), gated=gated)
+
+
+def _normed(x_TH: Tensor, norm: Norm) -> Tensor:
     normed_TH = torch.empty_like(x_TH)
     launch_norm(x_TH, None, norm.weight_I, norm.eps, normed_TH)
-    return _ours(linear).fused(normed_TH, gated=gated)
+    return normed_TH
 
 
 def _ours(linear: Linear) -> TritonLinear:

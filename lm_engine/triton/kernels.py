@@ -5,12 +5,15 @@ Shapes: T tokens, H hidden, I intermediate, N query heads, G KV heads, D head si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
 
 from lm_engine.attention.triton import TritonAttention
-from lm_engine.layers.kernels import FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
+from lm_engine.layers.mlp import stacked_experts
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.jit import elementwise
@@ -40,6 +43,9 @@ class TritonKernels:
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> TritonLinear:
         return TritonLinear(weight_OI.contiguous(), bias_O, float32_output, self._arrivals)
+
+    def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
+        return stacked_experts(self, weights)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)

@@ -23,6 +23,7 @@ from model_families.vision.layers import NORM_EPS, Block, Merger, Mlp, PackedSel
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Ints, PatchGrid, Segments, pack_grids
 from model_families.vision.rotary import axial_rotation
+from model_families.vision.weights import VisionName
 
 
 class Qwen3VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
@@ -115,7 +116,19 @@ def _taps(place_N: Ints, size_N: Ints, side: int) -> tuple[Ints, npt.NDArray[np.
 
 def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
     config = read_config(folder, Qwen3VLConfig).vision_config
+    return build_encoder("qwen3_vl", folder, config, spec, vision_name, device, dtype)
+
+
+def build_encoder(
+    family: str,
+    folder: Path,
+    config: Qwen3VLVisionConfig,
+    spec: ImageSpec,
+    name_of: VisionName,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> EncoderModel:
     attention = select_attention(device, dtype, config.hidden_size // config.num_heads)
     with torch.device("meta"):
         tower = Qwen3VLTower(config, attention)
-    return load_vision_encoder("qwen3_vl", folder, tower, config, spec, vision_name, device, dtype)
+    return load_vision_encoder(family, folder, tower, config, spec, name_of, device, dtype)

@@ -41,7 +41,7 @@ def test_fused_projections_are_the_parts_stacked():
     q, k, v = layer.qkv(x).split([32, 16, 16], dim=-1)
     for name, found, size in (("q", q, 32), ("k", k, 16), ("v", v, 16)):
         torch.testing.assert_close(found, x @ source.take(f"layers.1.{name}.weight", (size, 24)).T)
-    gate, up = layer.gate_up(x).chunk(2, dim=-1)
+    gate, up = layer.mlp.gate_up(x).chunk(2, dim=-1)
     for name, found in (("gate", gate), ("up", up)):
         torch.testing.assert_close(found, x @ source.take(f"layers.1.{name}.weight", (32, 24)).T)
 

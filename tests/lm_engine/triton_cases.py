@@ -17,7 +17,7 @@ from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
-from lm_engine.model import AttentionMetadata, PagedKV, RopeConfig
+from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV, RopeConfig
 from lm_engine.plan import Admission, SequenceStep, StepPlan
 from lm_engine.request_table import RequestTable
 from lm_engine.sampler import Needs, RowParams, sample
@@ -32,6 +32,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16) if DEVICE.type == "cuda" else (torch.float32,)
 ROPE = RopeConfig(theta=1e4, inv_freq=tuple(1e4 ** (-p / 8) for p in range(8)))
 MROPE = dataclasses.replace(ROPE, mrope_section=(4, 2, 2))
+SPARSE = MoeConfig(
+    num_experts=6,
+    num_chosen=2,
+    intermediate_size=16,
+    normalise=True,
+    shared_intermediate_size=24,
+    dense_layers=frozenset({0}),
+)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7}
 
 
@@ -205,7 +213,7 @@ def test_decodes_are_split_where_programs_are_few():
 
 
 # --- the whole decoder --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True, "rope": MROPE}])
+@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True, "rope": MROPE}, {"moe": SPARSE}])
 @pytest.mark.parametrize("mix", ["decodes", "mixed"])
 def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
     """Decodes go the fused way, mixed steps layer by layer."""

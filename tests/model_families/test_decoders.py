@@ -17,6 +17,7 @@ from lm_engine.plan import SpanPiece
 from tests.lm_engine.stepping import Host
 from tests.model_families.text_models import (
     FAMILIES,
+    QWEN3_VL,
     VL_FAMILIES,
     config_of,
     edit_config,
@@ -173,7 +174,7 @@ def pieces_of(embeddings, slot, start, stop):
 @pytest.mark.parametrize("chunks", [(37,), (4, 9, 1, 12, 11)])
 def test_image_embeddings_and_decode_positions(tiny, chunks):
     """Images take embeddings (and deepstack features) chunk by chunk; generated tokens go on at delta."""
-    levels = 2 if tiny.family == "qwen3_vl" else 0
+    levels = 2 if tiny.family in QWEN3_VL else 0
     token_ids, positions_AT, delta, embeddings = visual_prompt(levels)
     with Host(load_tiny(tiny.family, tiny.folder)) as host:
         host.admit(0, prompt(9, seed=9))
@@ -257,7 +258,7 @@ def test_mrope_with_yarn(tmp_path):
     assert_close(logits, reference_visual_logits(tiny, token_ids, positions_AT, embeddings, 2))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_tied_embeddings(tmp_path, family):
     tiny = make_tiny(family, tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
@@ -310,6 +311,34 @@ def test_old_and_new_tensor_names(tmp_path, family, renames):
         host.admit(0, prompt(15))
         (logits,) = host.step_logits((0, 15))
     assert_close(logits, expected_logits(tiny, prompt(15)))
+
+
+def test_experts_stacked_inputs_first(tmp_path):
+    """As the published Qwen3-VL-MoE checkpoints store them."""
+    tiny = make_tiny("qwen3_vl_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stacks = [name for name in tensors if "experts" in name]
+    assert stacks
+    turned = {n: t.transpose(1, 2).contiguous() if n in stacks else t for n, t in tensors.items()}
+    save_file(turned, tmp_path / "model.safetensors")
+    with Host(load_tiny("qwen3_vl_moe", tmp_path)) as host:
+        host.admit(0, prompt(15))
+        (logits,) = host.step_logits((0, 15))
+    assert_close(logits, expected_logits(tiny, prompt(15)))
+
+
+@pytest.mark.parametrize("change", [{"num_experts": 6}, {"moe_intermediate_size": 41}])
+def test_experts_that_do_not_fit_the_config_are_refused(tmp_path, change):
+    make_tiny("qwen3_vl_moe", tmp_path)
+
+    def edit(config):
+        text = config["text_config"]
+        text.pop("num_local_experts", None)
+        text.update(change)
+
+    edit_config(tmp_path, edit)
+    with pytest.raises(EngineError, match="experts"):
+        load_tiny("qwen3_vl_moe", tmp_path)
 
 
 @pytest.mark.parametrize("family", VL_FAMILIES)

@@ -18,6 +18,7 @@ from encoder_pool.model import EncoderInput
 from model_families.qwen2_5_vl import encoder as qwen2_5_vl
 from model_families.qwen2_vl import encoder as qwen2_vl
 from model_families.qwen3_vl import encoder as qwen3_vl
+from model_families.qwen3_vl_moe import encoder as qwen3_vl_moe
 from model_families.vision.attention import (
     GroupedAttention,
     MaskedAttention,
@@ -29,7 +30,12 @@ from model_families.vision.patchify import Patchifier
 from tests.tiny_models import VISION_FAMILIES, build_tiny, reference_model
 
 CPU = torch.device("cpu")
-MODULES = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+MODULES = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
+}
 # rows and columns of merge blocks: square, wide, tall, one block, a window's multiple, cut-off windows
 UNITS = ((2, 2), (2, 5), (5, 3), (1, 1), (4, 4), (3, 6), (2, 5))
 

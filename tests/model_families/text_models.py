@@ -21,6 +21,8 @@ import model_families.qwen3.decoder
 import model_families.qwen3.weights
 import model_families.qwen3_vl.decoder
 import model_families.qwen3_vl.weights
+import model_families.qwen3_vl_moe.decoder
+import model_families.qwen3_vl_moe.weights
 from lm_engine.decoder import Decoder
 from lm_engine.model import DecoderConfig, Kernels
 from model_families.checkpoint import Checkpoint, read_config
@@ -46,6 +48,7 @@ VISION = {
     "qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
     "qwen2_5_vl": {**SMALL_VISION, "fullatt_block_indexes": [0]},
     "qwen3_vl": {**SMALL_VISION, "deepstack_visual_indexes": [0, 0], "num_position_embeddings": 16},
+    "qwen3_vl_moe": {**SMALL_VISION, "deepstack_visual_indexes": [0, 0], "num_position_embeddings": 16},
 }
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -54,8 +57,18 @@ CLASSES = {
     "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
 }
 FAMILIES = tuple(CLASSES)
+QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
+# The second of three layers is dense.
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": False,
+}
 VL_FAMILIES = tuple(VISION)
 
 
@@ -88,10 +101,12 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **text) -> Tiny:
     config_class, model_class = CLASSES[family]
     settings = {**TEXT, **text}
     tie = settings.pop("tie_word_embeddings", False)
-    if family in ("qwen3", "qwen3_vl"):
+    if family == "qwen3_vl_moe":
+        settings = {**EXPERTS, **settings}
+    if family in ("qwen3", *QWEN3_VL):
         settings.setdefault("head_dim", 16)
     if family in VISION:
-        settings.setdefault("rope_parameters", dict(INTERLEAVED if family == "qwen3_vl" else MROPE))
+        settings.setdefault("rope_parameters", dict(INTERLEAVED if family in QWEN3_VL else MROPE))
         config = config_class(text_config=settings, vision_config=VISION[family], tie_word_embeddings=tie)
     else:
         config = config_class(**settings, tie_word_embeddings=tie)
@@ -107,7 +122,7 @@ def make_tiny(family: str, folder: Path, seed: int = 0, **text) -> Tiny:
 
 def config_of(family: str, folder: Path) -> DecoderConfig:
     module = getattr(model_families, family).decoder
-    kind = module.Qwen3VLConfig if family == "qwen3_vl" else CheckpointConfig
+    kind = module.Qwen3VLConfig if family in QWEN3_VL else CheckpointConfig
     return module.decoder_config(read_config(folder, kind))
 
 

@@ -1,0 +1,18 @@
+"""Qwen3-VL-MoE's vision tower: Qwen3-VL's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from contracts.specs import ImageSpec
+from encoder_pool.model import EncoderModel
+from model_families.checkpoint import read_config
+from model_families.qwen3_vl.encoder import Qwen3VLConfig, build_encoder
+from model_families.qwen3_vl_moe.vision_weights import vision_name
+
+
+def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+    config = read_config(folder, Qwen3VLConfig).vision_config
+    return build_encoder("qwen3_vl_moe", folder, config, spec, vision_name, device, dtype)
