@@ -10,7 +10,7 @@ import torch
 
 from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Pipeline
-from contracts.specs import MediaSpecs
+from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from model_families.text import ChatTokenizer
@@ -27,6 +27,7 @@ class Family(Protocol):
     media_specs: MediaSpecs
     context_length: int
     eos_token_ids: tuple[int, ...]
+    speech: SpeechSpec | None  # None: it does not speak
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         """Expands each placeholder token to its item's tokens, in order.

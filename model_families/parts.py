@@ -11,7 +11,7 @@ import torch
 
 from contracts.media import Modality
 from contracts.pipeline import Pipeline
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig
 from model_families.decoder_weights import TextName
@@ -34,6 +34,7 @@ class FamilyParts:
     read_decoder_config: Callable[[Path], DecoderConfig]
     text_name: TextName
     load_encoder: LoadEncoder | None = None
+    read_speech: Callable[[Path], SpeechSpec | None] | None = None  # None of a checkpoint without its talker
     placeholders: Mapping[Modality, str] = field(default_factory=dict)  # for string-only templates
 
     @property

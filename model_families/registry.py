@@ -12,7 +12,7 @@ import torch
 from contracts.errors import BadRequest, EngineError
 from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Pipeline
-from contracts.specs import MediaSpecs
+from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from model_families import decoder_weights
@@ -68,6 +68,7 @@ class OpenFamily:
     folder: Path
     parts: FamilyParts
     processor: Processor
+    speech: SpeechSpec | None
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         return self.processor.layout(token_ids, items)
@@ -113,6 +114,7 @@ def open_family(folder: Path) -> Family:
         folder=folder,
         parts=parts,
         processor=processor,
+        speech=None if parts.read_speech is None else parts.read_speech(folder),
     )
 
 

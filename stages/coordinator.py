@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,7 +15,6 @@ from contracts.messages import (
     Aborted,
     Audio,
     CacheWasReset,
-    CheckIntegrity,
     EmbeddingsNeeded,
     Encode,
     Failed,
@@ -26,8 +23,8 @@ from contracts.messages import (
     FromStage,
     Generate,
     Generated,
+    Grant,
     IntegrityReport,
-    ResetCache,
     StageFailed,
     StageReady,
     StageStats,
@@ -35,52 +32,12 @@ from contracts.messages import (
     ToStage,
 )
 from contracts.pipeline import Pipeline
+from stages.inflight import Attempt, InFlight, MediaHandle
+from stages.routes import Routes
+from stages.speech_flow import SpeechFlow, SpeechOrder
+from stages.stage_board import SendToStage, StageBoard
 
-logger = logging.getLogger(__name__)
-
-
-class MediaHandle(Protocol):
-    """A request's claim on one media item: its identity always, its features when asked for.
-
-    Unpinned features may be taken away when shared memory is short; they can be made again.
-    """
-
-    def pin(self) -> MediaItem:
-        """The item, with `features` if they are still held; then they stay until `release`."""
-        ...
-
-    async def materialize(self) -> MediaItem:
-        """The item with features, made again if need be, and pinned. Raises MediaError."""
-        ...
-
-    def release(self) -> None:
-        """Gives the features back; idempotent. They may be pinned or materialised again."""
-        ...
-
-
-SendToStage = Callable[[str, ToStage], None]
-
-
-@dataclass
-class _Request:
-    """What the coordinator holds of a request until every stage has forgotten it."""
-
-    request_id: str
-    entry: str
-    media: tuple[MediaHandle, ...]
-    cache_salt: str | None
-    open_samples: set[int]
-    message: Generate  # as first sent; replayed with the tokens below after the entry stage was lost
-    sent: dict[int, list[int]] = field(default_factory=dict)  # sample → tokens handed to the client
-    asked_items: set[int] = field(default_factory=set)  # embeddings the entry stage waits for
-    replays: int = 0
-    cached_tokens_told: bool = False
-    events: asyncio.Queue[Generated | OmnistageError] = field(default_factory=asyncio.Queue)
-    stages: set[str] = field(default_factory=set)  # stages that know of it
-    features_in_use: dict[int, int] = field(default_factory=dict)  # item → Encodes that may still read it
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    unacknowledged: set[str] = field(default_factory=set)
-    ending: bool = False
+__all__ = ["Coordinator", "MediaHandle"]
 
 
 class Coordinator:
@@ -88,119 +45,160 @@ class Coordinator:
 
     def __init__(self, pipeline: Pipeline, send: SendToStage, max_replays: int = 6) -> None:
         self._max_replays = max_replays
-        self._pipeline = pipeline
+        self._routes = Routes(pipeline)
         self._send = send
-        self._requests: dict[str, _Request] = {}
-        self._encoder_of = {e.target: e.source for e in pipeline.edges if e.payload == "embeddings"}
-        self._states: dict[str, str] = {s.name: "starting" for s in pipeline.stages if s.kind != "preprocess"}
-        self._details: dict[str, str] = {}
-        self._stats: dict[str, dict[str, float]] = {}
-        self._changed = asyncio.Event()
-        self._answers: dict[int, tuple[set[str], asyncio.Future[None]]] = {}
-        self._reports: dict[int, list[IntegrityReport]] = {}
-        self._next_token = 0
+        self._requests: dict[str, InFlight] = {}
+        self._attempts: dict[str, Attempt] = {}
+        stages = tuple(s.name for s in pipeline.stages if s.kind != "preprocess")
+        self.board = StageBoard(stages, send)
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    async def run(self, message: Generate, media: tuple[MediaHandle, ...]) -> AsyncGenerator[Generated, None]:
-        """Starts a request in the entry stage and yields its tokens until every sample has finished.
+    async def run(
+        self, message: Generate, media: tuple[MediaHandle, ...], order: SpeechOrder | None = None
+    ) -> AsyncGenerator[Generated | Audio, None]:
+        """Starts a request in the graph and yields its tokens until every sample has finished, and with
+        `order` its audio until that has ended too.
 
         Takes over `media`: released when the request is over. Closing the iterator aborts the request.
         """
-        request = _Request(
-            request_id=message.request_id,
-            entry=self._pipeline.entry,
-            media=media,
-            cache_salt=message.cache_salt,
-            open_samples=set(range(message.sampling.n)),
-            message=message,
-        )
         assert message.request_id not in self._requests, f"request id {message.request_id} is in use"
-        self._requests[message.request_id] = request
+        assert message.speech == (order is not None), f"{message.request_id}: speech without an order"
+        request = InFlight(
+            message=message,
+            media=media,
+            speech=None if order is None else SpeechFlow(order),
+            open_samples=set(range(message.sampling.n)),
+        )
+        self._requests[request.id] = request
         try:
             self._require_path(request)
             self._start(request)
-            while request.open_samples or not request.events.empty():
+            while not request.complete or not request.events.empty():
                 event = await request.events.get()
                 if isinstance(event, OmnistageError):
                     raise event
                 yield event
+                if isinstance(event, Audio) and request.speech is not None:
+                    self._grant(request, request.speech.taken(request.id, event))
         finally:
             self._end(request)
 
     def stop_sample(self, request_id: str, sample: int) -> None:
         request = self._requests.get(request_id)
-        if request is None or request.ending:
+        if request is None or request.ending or sample not in request.open_samples:
             return
         request.open_samples.discard(sample)
-        self._send(request.entry, StopSample(request_id, sample))
-        if not request.open_samples:
+        if request.current is not None:
+            self._send(self._routes.entry, StopSample(request.current.id, sample))
+        self._text_may_have_ended(request)
+        if request.complete:
             request.events.put_nowait(Generated(request_id=request_id, deltas=()))
 
     def num_requests(self) -> int:
         return len(self._requests)
 
-    def _require_path(self, request: _Request) -> None:
+    def _path(self, request: InFlight) -> tuple[str, ...]:
+        """The stages that a request needs, but for encoders."""
+        return (self._routes.entry,) if request.speech is None else self._routes.speech_path
+
+    def _require_path(self, request: InFlight) -> None:
         """Every stage on the way is there or about to be: a restarting one makes the request wait."""
-        needed = [request.entry]
-        if request.media:
-            needed.append(self._encoder_of[request.entry])
-        for stage in needed:
-            state = self._states[stage]
+        for stage in (*self._path(request), *self._routes.encoders_of(request.message.prompt)):
+            state = self.board.state(stage)
             if state not in ("ready", "restarting"):
                 raise ServiceUnavailable(
-                    f"stage {stage} is {state}", stage=stage, request_id=request.request_id, retry_after_s=5.0
+                    f"stage {stage} is {state}", stage=stage, request_id=request.id, retry_after_s=5.0
                 )
 
-    def _start(self, request: _Request) -> None:
-        """Gives the request to its entry stage, as new or with what its client has already; or leaves it for
-        the stage's return."""
-        if self._states[request.entry] != "ready":
+    def _start(self, request: InFlight) -> None:
+        """Gives the request to its stages, as new or with what its client has already; or leaves it for the
+        return of one of them."""
+        path = self._path(request)
+        if not all(self.board.is_ready(stage) for stage in path):
             return
-        message = request.message
-        if any(request.sent.values()):
-            resume = tuple(tuple(request.sent.get(sample, ())) for sample in range(message.sampling.n))
-            message = msgspec.structs.replace(message, resume=resume)
-        self._tell(request, request.entry, message)
-        for sample in set(range(message.sampling.n)) - request.open_samples:
-            self._send(request.entry, StopSample(request.request_id, sample))
+        attempt = request.next_attempt()
+        self._attempts[attempt.id] = attempt
+        message = request.generate(attempt.id)
+        if request.speech is not None:
+            _, talker, vocoder = path
+            self._tell(attempt, vocoder, request.speech.vocode(attempt.id))
+            self._tell(attempt, talker, request.speech.speak(attempt.id, message.prompt))
+            self._grant(request, request.speech.grant_again(attempt.id))
+        self._tell(attempt, self._routes.entry, message)
+        if message.forced is None:
+            for sample in set(range(message.sampling.n)) - request.open_samples:
+                self._send(self._routes.entry, StopSample(attempt.id, sample))
 
-    def _tell(self, request: _Request, stage: str, message: ToStage) -> None:
-        request.stages.add(stage)
+    def _tell(self, attempt: Attempt, stage: str, message: ToStage) -> None:
+        attempt.stages.add(stage)
         self._send(stage, message)
 
-    def _end(self, request: _Request) -> None:
-        """The one way out of a request: tells every stage that may hold something of it, frees the media."""
+    def _grant(self, request: InFlight, grant: Grant | None) -> None:
+        if grant is not None and request.current is not None:
+            talker = self._routes.speech_path[1]
+            self._send(talker, msgspec.structs.replace(grant, request_id=request.current.id))
+
+    def _end(self, request: InFlight) -> None:
+        """The one way out of a request: every attempt is withdrawn, and with the last answer all is freed."""
         request.ending = True
         for task in request.tasks:
             task.cancel()
-        for stage in request.stages:
-            # The entry stage forgets a finished request by itself. An encoder may still hold an Encode, and
-            # read
-            # shared features: their slot is reused only when it has acknowledged.
-            holds_it = bool(request.open_samples) or stage != request.entry
-            if holds_it and self._states[stage] == "ready":
-                request.unacknowledged.add(stage)
-                self._send(stage, Abort(request.request_id))
+        if request.current is not None:
+            self._withdraw(request.current)
         self._drop_if_over(request)
 
-    def _drop_if_over(self, request: _Request) -> None:
-        if request.ending and not request.unacknowledged:
+    def _withdraw(self, attempt: Attempt) -> None:
+        """Tells every stage that may hold something of it. An encoder may still read shared features: their
+        slot is reused only when it has acknowledged.
+
+        Down the path of a spoken answer one is told after the other: when a stage forgets the attempt, no
+        chunk of it can still come from above. The entry stage forgets a finished text by itself.
+        """
+        attempt.withdrawn = True
+        path = self._path(attempt.request)
+        finished = attempt.request.speech is None and not attempt.request.open_samples
+        for stage in attempt.stages - set(path):
+            self._tell_to_forget(attempt, stage)
+        attempt.still_to_tell = [] if finished else [stage for stage in path if stage in attempt.stages]
+        self._tell_next(attempt)
+
+    def _tell_next(self, attempt: Attempt) -> None:
+        while attempt.still_to_tell:
+            if self._tell_to_forget(attempt, attempt.still_to_tell.pop(0)):
+                return
+        self._drop_if_over(attempt.request)
+
+    def _tell_to_forget(self, attempt: Attempt, stage: str) -> bool:
+        """False for a stage that is gone, and with it what it held."""
+        if stage not in attempt.stages or not self.board.is_ready(stage):
+            return False
+        attempt.unacknowledged.add(stage)
+        self._send(stage, Abort(attempt.id))
+        return True
+
+    def _aborted(self, attempt: Attempt, stage: str) -> None:
+        attempt.unacknowledged.discard(stage)
+        if stage not in self._path(attempt.request):
+            attempt.features_in_use.clear()
+        elif attempt.still_to_tell:
+            self._tell_next(attempt)
+        self._drop_if_over(attempt.request)
+
+    def _drop_if_over(self, request: InFlight) -> None:
+        for attempt in [a for a in request.attempts if a.over]:
+            request.attempts.remove(attempt)
+            del self._attempts[attempt.id]
+        if request.ending and not request.attempts and request.id in self._requests:
             for handle in request.media:
                 handle.release()
-            self._requests.pop(request.request_id, None)
-            self._changed.set()
-
-    async def changed(self) -> None:
-        """Returns at the next change of a stage's state, or when a request has left."""
-        self._changed.clear()
-        await self._changed.wait()
+            del self._requests[request.id]
+            self.board.touch()
 
     async def drained(self) -> None:
         """Returns when no request is held any more."""
         while self._requests:
-            self._changed.clear()
-            await self._changed.wait()
+            await self.board.changed()
 
     # --- from the stages --------------------------------------------------------------------------------
 
@@ -211,208 +209,180 @@ class Coordinator:
                     self._stage_ready(stage, detail)
                 case StageFailed(stage, info):
                     self._stage_failed(stage, info.to_exception())
-                case StageStats(stage, values):
-                    self._stats[stage] = values
-                case CacheWasReset(token, stage):
-                    self._answered(token, stage)
-                case IntegrityReport(token, stage, _, _):
-                    self._reports.setdefault(token, []).append(message)
-                    self._answered(token, stage)
+                case StageStats():
+                    self.board.told(message)
+                case CacheWasReset() | IntegrityReport():
+                    self.board.answered(message)
                 case _:
-                    self._dispatch_to_request(message)
+                    self._dispatch_to_attempt(message)
 
-    def _dispatch_to_request(
+    def _dispatch_to_attempt(
         self,
         message: EmbeddingsNeeded | FeaturesNeeded | FeaturesConsumed | Generated | Audio | Failed | Aborted,
     ) -> None:
-        request = self._requests.get(message.request_id)
-        if request is None:
+        attempt = self._attempts.get(message.request_id)
+        if attempt is None:
             return  # it ended while the message was under way
         match message:
             case Aborted(_, stage):
-                request.unacknowledged.discard(stage)
-                self._drop_if_over(request)
+                self._aborted(attempt, stage)
             case FeaturesConsumed(_, item_index):
-                self._features_consumed(request, item_index)
-            case _ if request.ending:
+                self._features_consumed(attempt, item_index)
+            case _ if attempt.withdrawn:
                 return
             case EmbeddingsNeeded(_, item_indices):
-                request.asked_items.update(item_indices)
+                attempt.asked_items.update(item_indices)
                 for index in item_indices:
-                    self._encode(request, index, request.media[index].pin())
+                    self._encode(attempt, index, attempt.request.media[index].pin())
             case FeaturesNeeded(_, item_index):
-                self._spawn(request, self._encode_again(request, item_index))
+                self._spawn(attempt.request, self._encode_again(attempt, item_index))
             case Generated():
-                self._generated(request, message)
+                self._generated(attempt, message)
+            case Audio():
+                self._audio(attempt.request, message)
             case Failed(_, info):
-                request.events.put_nowait(info.to_exception())
+                self._fail(attempt.request, info.to_exception())
 
-    def _generated(self, request: _Request, message: Generated) -> None:
-        """Keeps what a replay would need, and drops what a replay or a stopped sample says once more."""
-        request.asked_items.clear()
+    def _fail(self, request: InFlight, error: OmnistageError) -> None:
+        error.request_id = request.id
+        request.events.put_nowait(error)
+
+    def _generated(self, attempt: Attempt, message: Generated) -> None:
+        request = attempt.request
+        attempt.asked_items.clear()
         self._release_unread_features(request)
-        deltas = tuple(d for d in message.deltas if d.sample in request.open_samples)
-        for delta in deltas:
-            request.sent.setdefault(delta.sample, []).extend(delta.token_ids)
-            if delta.finish_reason is not None:
-                request.open_samples.discard(delta.sample)
+        deltas = request.take(message.deltas)
         cached = None if request.cached_tokens_told else message.num_cached_tokens
         request.cached_tokens_told |= cached is not None
-        request.events.put_nowait(msgspec.structs.replace(message, deltas=deltas, num_cached_tokens=cached))
+        if deltas or request.complete or cached is not None:
+            given = Generated(request_id=request.id, deltas=deltas, num_cached_tokens=cached)
+            request.events.put_nowait(given)
+        self._text_may_have_ended(request)
 
-    def _encode(self, request: _Request, index: int, item: MediaItem) -> None:
-        encoder = self._encoder_of[request.entry]
-        if self._states[encoder] != "ready":
+    def _text_may_have_ended(self, request: InFlight) -> None:
+        if request.speech is not None and not request.open_samples:
+            self._grant(request, request.speech.text_ended(request.id, len(request.spoken_tokens)))
+
+    def _audio(self, request: InFlight, message: Audio) -> None:
+        assert request.speech is not None, f"{request.id}: audio for a request without speech"
+        try:
+            request.speech.received(message)
+        except OmnistageError as error:
+            error.stage = self._routes.speech_path[1]
+            self._fail(request, error)
+            return
+        request.events.put_nowait(message)
+
+    # --- media ------------------------------------------------------------------------------------------
+
+    def _encode(self, attempt: Attempt, index: int, item: MediaItem) -> None:
+        encoder = self._routes.encoder_of(item)
+        if not self.board.is_ready(encoder):
             return  # asked again when it is back
         if item.features is not None:
-            request.features_in_use[index] = request.features_in_use.get(index, 0) + 1
-        self._tell(
-            request,
-            encoder,
-            Encode(
-                request_id=request.request_id,
-                item_index=index,
-                item=item,
-                target=request.entry,
-                cache_salt=request.cache_salt,
-            ),
+            attempt.features_in_use[index] = attempt.features_in_use.get(index, 0) + 1
+        message = Encode(
+            request_id=attempt.id,
+            item_index=index,
+            item=item,
+            target=self._routes.entry,
+            cache_salt=attempt.request.message.cache_salt,
         )
+        self._tell(attempt, encoder, message)
 
-    async def _encode_again(self, request: _Request, index: int) -> None:
+    async def _encode_again(self, attempt: Attempt, index: int) -> None:
         try:
-            item = await request.media[index].materialize()
+            item = await attempt.request.media[index].materialize()
         except OmnistageError as error:
-            request.events.put_nowait(error)
+            self._fail(attempt.request, error)
             return
-        if not request.ending:
-            self._encode(request, index, item)
+        if not attempt.withdrawn:
+            self._encode(attempt, index, item)
 
-    def _features_consumed(self, request: _Request, index: int) -> None:
-        left = request.features_in_use.get(index, 0) - 1
-        assert left >= 0, f"{request.request_id}: features of item {index} consumed more often than lent"
+    def _features_consumed(self, attempt: Attempt, index: int) -> None:
+        left = attempt.features_in_use.get(index, 0) - 1
+        assert left >= 0, f"{attempt.id}: features of item {index} consumed more often than lent"
         if left:
-            request.features_in_use[index] = left
+            attempt.features_in_use[index] = left
             return
-        del request.features_in_use[index]
-        if not request.ending:
+        del attempt.features_in_use[index]
+        request = attempt.request
+        if not request.ending and not self._in_use(request, index):
             request.media[index].release()
 
-    def _release_unread_features(self, request: _Request) -> None:
+    def _in_use(self, request: InFlight, index: int) -> bool:
+        return any(index in attempt.features_in_use for attempt in request.attempts)
+
+    def _release_unread_features(self, request: InFlight) -> None:
         """Once tokens flow the prompt is computed: features nobody asked for are not needed any more."""
         for index, handle in enumerate(request.media):
-            if index not in request.features_in_use:
+            if not self._in_use(request, index):
                 handle.release()
 
-    def _spawn(self, request: _Request, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, request: InFlight, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         request.tasks.add(task)
         task.add_done_callback(request.tasks.discard)
 
+    # --- stages that come and go ------------------------------------------------------------------------
+
     def _stage_ready(self, stage: str, detail: str) -> None:
-        self._states[stage] = "ready"
-        self._details[stage] = detail
-        self._changed.set()
+        self.board.put(stage, "ready", detail)
         for request in list(self._requests.values()):
             if request.ending:
                 continue
-            if stage == request.entry and stage not in request.stages:
-                self._start(request)
-            elif request.asked_items and stage == self._encoder_of.get(request.entry):
-                for index in sorted(request.asked_items):
-                    self._encode(request, index, request.media[index].pin())
+            attempt = request.current
+            if attempt is None:
+                if stage in self._path(request):
+                    self._start(request)
+                continue
+            for index in sorted(attempt.asked_items):
+                item = request.media[index].pin()
+                if self._routes.encoder_of(item) == stage:
+                    self._encode(attempt, index, item)
 
     def stage_lost(self, stage: str, *, restarts: bool) -> None:
         """The process of `stage` is gone and with it everything that it held. Requests go on when it is back:
-        the entry stage's from the tokens already sent, an encoder's by asking it again."""
+        an encoder's by asking it again; what had entered any other stage starts again in all of them, from
+        the tokens and the samples already sent."""
         if not restarts:
             self._stage_failed(stage, EngineError(f"stage {stage} died too often", stage=stage))
             return
-        self._states[stage] = "restarting"
-        self._changed.set()
-        for token in [t for t, (waiting, _) in self._answers.items() if stage in waiting]:
-            self._answered(token, stage)
-        for request in list(self._requests.values()):
-            if stage not in request.stages:
+        self.board.put(stage, "restarting")
+        for attempt in list(self._attempts.values()):
+            if stage not in attempt.stages:
                 continue
-            request.stages.discard(stage)
-            request.unacknowledged.discard(stage)
-            if stage != request.entry:
-                request.features_in_use.clear()
-            if request.ending:
-                self._drop_if_over(request)
-            elif request.replays >= self._max_replays:
-                message = f"stage {stage} died {request.replays + 1} times while it had this request"
-                request.events.put_nowait(
-                    EngineError(message, request_id=request.request_id, stage=stage, code="stage_lost")
-                )
-            else:
-                request.replays += 1
-                if stage == request.entry:
-                    request.asked_items.clear()
+            current = not attempt.withdrawn
+            self._forgotten(attempt, stage)
+            if current:
+                self._replay(attempt, stage)
+
+    def _forgotten(self, attempt: Attempt, stage: str) -> None:
+        """What is gone has let go of everything and answers nothing more."""
+        attempt.stages.discard(stage)
+        if stage not in self._path(attempt.request):
+            attempt.features_in_use.clear()
+        if stage in attempt.unacknowledged:
+            self._aborted(attempt, stage)
+
+    def _replay(self, attempt: Attempt, stage: str) -> None:
+        request = attempt.request
+        if request.replays >= self._max_replays:
+            message = f"stage {stage} died {request.replays + 1} times while it had this request"
+            self._fail(request, EngineError(message, stage=stage, code="stage_lost"))
+            return
+        request.replays += 1
+        if stage in self._path(request):
+            self._withdraw(attempt)
 
     def _stage_failed(self, stage: str, error: OmnistageError) -> None:
-        self._states[stage] = "failed"
-        self._details[stage] = error.message
-        self._changed.set()
-        for request in list(self._requests.values()):
-            if stage not in request.stages:
-                continue
-            request.features_in_use.clear()
-            request.unacknowledged.discard(stage)
-            if request.ending:
-                self._drop_if_over(request)
-            else:
-                failure = EngineError(error.message, request_id=request.request_id, stage=stage)
-                request.events.put_nowait(failure)
-
-    # --- stages as a whole ------------------------------------------------------------------------------
-
-    @property
-    def states(self) -> dict[str, tuple[str, str]]:
-        return {name: (state, self._details.get(name, "")) for name, state in self._states.items()}
-
-    @property
-    def stats(self) -> dict[str, dict[str, float]]:
-        return self._stats
-
-    def all_ready(self) -> bool:
-        return all(state == "ready" for state in self._states.values())
-
-    async def wait_started(self) -> None:
-        """Returns when every stage is ready; raises EngineError when one failed to start."""
-        while not self.all_ready():
-            for stage, state in self._states.items():
-                if state == "failed":
-                    raise EngineError(self._details[stage], stage=stage)
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def reset_cache(self) -> None:
-        token, answered = self._ask()
-        for stage in self._answers[token][0]:
-            self._send(stage, ResetCache(token))
-        await answered
-
-    async def check_integrity(self) -> tuple[IntegrityReport, ...]:
-        token, answered = self._ask()
-        for stage in self._answers[token][0]:
-            self._send(stage, CheckIntegrity(token))
-        await answered
-        return tuple(self._reports.pop(token, ()))
-
-    def _ask(self) -> tuple[int, asyncio.Future[None]]:
-        self._next_token += 1
-        waiting = {stage for stage, state in self._states.items() if state == "ready"}
-        future = asyncio.get_running_loop().create_future()
-        self._answers[self._next_token] = (waiting, future)
-        if not waiting:
-            future.set_result(None)
-        return self._next_token, future
-
-    def _answered(self, token: int, stage: str) -> None:
-        waiting, future = self._answers[token]
-        waiting.discard(stage)
-        if not waiting:
-            del self._answers[token]
-            if not future.done():
-                future.set_result(None)
+        self.board.put(stage, "failed", error.message)
+        for attempt in list(self._attempts.values()):
+            if stage in attempt.stages:
+                current = not attempt.withdrawn
+                self._forgotten(attempt, stage)
+                if current:
+                    self._fail(attempt.request, EngineError(error.message, stage=stage))
+        for request in self._requests.values():
+            if request.current is None and not request.ending and stage in self._path(request):
+                self._fail(request, EngineError(error.message, stage=stage))

@@ -120,7 +120,9 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     A worker whose heartbeat is later than `hang_after_s`, or whose step runs longer than `step_limit_s`, is
     killed and started again, at most `max_restarts` times in five minutes. A request goes on after at most
-    `max_replays` deaths of a stage that had it.
+    `max_replays` deaths of a stage that had it. Speech is made at most `audio_window_s` ahead of what the
+    client
+    has taken, and never longer than `max_speech_s`, for which the talker reserves KV.
     """
 
     max_requests: int = 1024
@@ -131,6 +133,8 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     step_limit_s: float = 120.0
     max_restarts: int = 20
     max_replays: int = 6
+    audio_window_s: float = 20.0
+    max_speech_s: float = 300.0
 
 
 class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -269,6 +273,7 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
         if (edge.source, edge.target) not in {(e.source, e.target) for e in pipeline.edges}:
             raise DeploymentError(f"edge {edge.source}->{edge.target}: the pipeline has no such edge")
         _positive(f"edge {edge.source}->{edge.target}", edge, ("capacity",))
+    _positive("server", deployment.server, ("audio_window_s", "max_speech_s"))
     _validate_workers(deployment, pipeline)
 
 

@@ -62,8 +62,8 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
             coordinator, workers = await _start_processes(plan, options, groups, preprocessor, stack)
         else:
             coordinator, workers = _start_threads(plan, preprocessor, stack)
-        await coordinator.wait_started()
-        for name, (_, detail) in coordinator.states.items():
+        await coordinator.board.wait_started()
+        for name, (_, detail) in coordinator.board.states().items():
             logger.info("stage %s ready: %s", name, detail)
         card = _model_card(options, plan)
         yield OmniService(
@@ -218,12 +218,15 @@ def _worker_spec(
 def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:
     names = options.served_model_name or (plan.folder.name,)
     description = plan.folder / "MODEL_CARD.md"
+    speech = plan.family.speech
     return ModelCard(
         names=names,
         family=plan.family.name,
         context_length=plan.context_length,
         input_modalities=("text", *plan.family.media_specs.modalities),
-        output_modalities=("text",),
+        output_modalities=("text",) if speech is None else ("text", "audio"),
         created=int(time.time()),
         description=description.read_text() if description.is_file() else "",
+        voices=() if speech is None else speech.voices,
+        sample_rate=None if speech is None else speech.sample_rate,
     )

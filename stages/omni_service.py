@@ -20,7 +20,7 @@ from contracts.errors import (
     TooManyRequests,
 )
 from contracts.media import MediaItem, MediaSource, Prompt
-from contracts.messages import Generate, Generated, IntegrityReport
+from contracts.messages import Audio, Generate, IntegrityReport
 from contracts.params import SamplingParams
 from model_families.family import Family
 from model_families.text import ChatTokenizer
@@ -30,14 +30,17 @@ from stages.deployment import Deployment
 from stages.media_claims import ClaimRegistry, MediaClaim
 from stages.service import (
     UNLIMITED,
+    AudioChunk,
     Event,
     GenerationRequest,
     ModelCard,
     PromptReady,
+    SpeechOptions,
     StageHealth,
     Tokens,
     WorkerInfo,
 )
+from stages.speech_orders import check_speech, speech_order
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
@@ -63,6 +66,7 @@ class OmniService:
         self.card = card
         self.tokenizer: ChatTokenizer = family.tokenizer
         self._family = family
+        self._speech = family.speech
         self._deployment = deployment
         self._coordinator = coordinator
         self._workers = workers
@@ -101,16 +105,26 @@ class OmniService:
             self._num_open -= 1
 
     async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        if request.speech is not None:
+            check_speech(self._speech, request.speech, request.sampling, self.card.names[0])
         claims = await self._resolve(request.input)
         try:
             prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
+            forced = None if request.speech is None else self._forced(request.speech)
+            sampling = self._complete_sampling(prompt, request.sampling, forced)
+            order = None
+            if request.speech is not None:
+                assert self._speech is not None
+                order = speech_order(self._speech, self._deployment.server, request.speech, sampling)
             message = Generate(
                 request_id=request_id,
                 prompt=prompt,
-                sampling=self._complete_sampling(prompt, request.sampling),
+                sampling=sampling,
                 priority=request.priority,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
+                speech=order is not None,
+                forced=forced,
             )
         except BaseException:
             for claim in claims:
@@ -122,11 +136,13 @@ class OmniService:
             media_tokens=_media_tokens(prompt),
             max_tokens=message.sampling.max_tokens,
         )
-        tokens = self._coordinator.run(message, tuple(claims))
-        async with contextlib.aclosing(tokens):
-            async for generated in tokens:
-                if generated.deltas:
-                    yield _tokens(generated)
+        answer = self._coordinator.run(message, tuple(claims), order)
+        async with contextlib.aclosing(answer):
+            async for part in answer:
+                if isinstance(part, Audio):
+                    yield AudioChunk(samples=part.pcm, finish_reason=part.finish_reason)
+                elif part.deltas:
+                    yield Tokens(deltas=part.deltas, num_cached_tokens=part.num_cached_tokens)
 
     async def _resolve(self, given: Conversation | str | tuple[int, ...]) -> list[MediaClaim]:
         sources = given.media() if isinstance(given, Conversation) else []
@@ -215,11 +231,24 @@ class OmniService:
                     f"token id {token_id} is not in the vocabulary of {vocab_size}", param="prompt"
                 )
 
-    def _complete_sampling(self, prompt: Prompt, sampling: SamplingParams) -> SamplingParams:
-        """Clips an unlimited `max_tokens` to the context and draws a seed where none is given."""
+    def _forced(self, speech: SpeechOptions) -> tuple[int, ...] | None:
+        """The tokens of a text to be spoken word for word."""
+        if speech.verbatim is None:
+            return None
+        self._check_text_length(speech.verbatim)
+        return tuple(self.tokenizer.encode(speech.verbatim, add_special_tokens=False, parse_special=False))
+
+    def _complete_sampling(
+        self, prompt: Prompt, sampling: SamplingParams, forced: tuple[int, ...] | None
+    ) -> SamplingParams:
+        """Clips an unlimited `max_tokens` to the context and draws a seed where none is given. A forced
+        answer
+        takes what it takes."""
         num_prompt = len(prompt.token_ids)
         room = self._context_length - num_prompt
         max_tokens = max(room, 0) if sampling.max_tokens >= UNLIMITED else sampling.max_tokens
+        if forced is not None:
+            max_tokens = len(forced)
         if max_tokens < 1 or max_tokens > room:
             media = prompt.num_media_tokens
             raise ContextLengthExceeded(
@@ -239,7 +268,8 @@ class OmniService:
 
     def health(self) -> tuple[StageHealth, ...]:
         stages = [
-            StageHealth(name, state, detail) for name, (state, detail) in self._coordinator.states.items()
+            StageHealth(name, state, detail)
+            for name, (state, detail) in self._coordinator.board.states().items()
         ]
         if self._preprocessor is not None:
             works = self._preprocessor.pool.can_work()
@@ -254,7 +284,7 @@ class OmniService:
         return self._workers.infos()
 
     def stats(self) -> dict[str, dict[str, float]]:
-        stats = dict(self._coordinator.stats)
+        stats = dict(self._coordinator.board.stats)
         if self._preprocessor is not None:
             stats["preprocess"] = self._preprocessor.stats()
         stats["front"] = {"open_requests": float(self._num_open)}
@@ -262,7 +292,7 @@ class OmniService:
 
     async def stages_changed(self) -> None:
         """Returns at the next change of a stage's state, or when a request has left."""
-        await self._coordinator.changed()
+        await self._coordinator.board.changed()
 
     @property
     def preprocessor(self) -> Preprocessor | None:
@@ -275,10 +305,10 @@ class OmniService:
     async def reset_cache(self) -> None:
         if self._preprocessor is not None:
             self._preprocessor.index.clear()
-        await self._coordinator.reset_cache()
+        await self._coordinator.board.reset_cache()
 
     async def check_integrity(self) -> tuple[IntegrityReport, ...]:
-        reports = await self._coordinator.check_integrity()
+        reports = await self._coordinator.board.check_integrity()
         if self._preprocessor is not None:
             problem = self._preprocessor.check_integrity()
             reports += (IntegrityReport(0, "preprocess", problem, False),)
@@ -305,7 +335,3 @@ def _media_tokens(prompt: Prompt) -> dict[str, int]:
 
 def _num_chars(conversation: Conversation) -> int:
     return sum(len(p.text) for m in conversation.messages for p in m.parts if isinstance(p, TextPart))
-
-
-def _tokens(generated: Generated) -> Tokens:
-    return Tokens(deltas=generated.deltas, num_cached_tokens=generated.num_cached_tokens)

@@ -85,10 +85,12 @@ class Graph:
         return taken
 
     def start(self, *media: FakeMedia, n: int = 1, request_id: str = "r") -> asyncio.Task[list[Generated]]:
-        message = Generate(request_id=request_id, prompt=Prompt([1]), sampling=SamplingParams(n=n))
+        prompt = Prompt([1], items=tuple(handle.pin() for handle in media))
+        message = Generate(request_id=request_id, prompt=prompt, sampling=SamplingParams(n=n))
 
         async def collect() -> list[Generated]:
-            return [event async for event in self.coordinator.run(message, media)]
+            events = [event async for event in self.coordinator.run(message, media)]
+            return [event for event in events if isinstance(event, Generated)]
 
         return asyncio.get_running_loop().create_task(collect())
 
@@ -250,7 +252,7 @@ def test_a_failed_encoder_fails_only_requests_with_media() -> None:
         assert len(await text) == 1
         with pytest.raises(ServiceUnavailable):
             await graph.start(FakeMedia(), request_id="later")
-        assert not graph.coordinator.all_ready()
+        assert not graph.coordinator.board.all_ready()
 
     run(main())
 
@@ -258,7 +260,7 @@ def test_a_failed_encoder_fails_only_requests_with_media() -> None:
 def test_integrity_is_asked_of_every_ready_stage() -> None:
     async def main() -> None:
         graph = Graph()
-        asking = asyncio.create_task(graph.coordinator.check_integrity())
+        asking = asyncio.create_task(graph.coordinator.board.check_integrity())
         await settle()
         tokens_by_stage = {s: m.token for s, m in graph.take() if isinstance(m, CheckIntegrity)}
         assert set(tokens_by_stage) == {"vision", "thinker"}

@@ -1,0 +1,38 @@
+"""Routes: a pipeline as the coordinator asks it: where a request enters, who encodes, who speaks."""
+
+from __future__ import annotations
+
+from contracts.media import MediaItem, Prompt
+from contracts.pipeline import Payload, Pipeline
+
+
+class Routes:
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self.entry = pipeline.entry
+        self._encoders = [e.source for e in pipeline.edges if e.payload == "embeddings"]
+        talker = self._target(self.entry, "hidden_states")
+        vocoder = None if talker is None else self._target(talker, "codec_frames")
+        self._speech_path = None if talker is None or vocoder is None else (self.entry, talker, vocoder)
+
+    def _target(self, source: str, payload: Payload) -> str | None:
+        targets = [e.target for e in self._pipeline.edges if (e.source, e.payload) == (source, payload)]
+        assert len(targets) <= 1, f"pipeline {self._pipeline.name!r}: {source} has several {payload} edges"
+        return targets[0] if targets else None
+
+    @property
+    def speaks(self) -> bool:
+        return self._speech_path is not None
+
+    @property
+    def speech_path(self) -> tuple[str, str, str]:
+        """Entry, talker and vocoder, in the order of their edges."""
+        assert self._speech_path is not None, f"pipeline {self._pipeline.name!r} does not speak"
+        return self._speech_path
+
+    def encoder_of(self, item: MediaItem) -> str:
+        return self._encoders[0]
+
+    def encoders_of(self, prompt: Prompt) -> tuple[str, ...]:
+        """The encoders of a prompt's items, each once."""
+        return tuple(dict.fromkeys(self.encoder_of(item) for item in prompt.items))

@@ -1,0 +1,104 @@
+"""SpeechFlow: what a request's spoken answer may still produce, and what of it the client has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from contracts.errors import EngineError
+from contracts.media import Prompt
+from contracts.messages import Audio, FinishReason, Grant, Speak, Vocode
+from contracts.params import SamplingParams
+
+SAMPLE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class SpeechOrder:
+    """A spoken answer as the service orders it. `max_frames`: the talker's reservation and last bound;
+    `frames_of_text`: the bound once the answer's text is known, from its number of tokens."""
+
+    voice: str
+    sampling: SamplingParams
+    max_frames: int
+    window_frames: int
+    samples_per_frame: int
+    frames_of_text: Callable[[int], int]
+
+
+class SpeechFlow:
+    """Grants follow the client: it may be `window_frames` behind, no more is made.
+
+    0 ──────── taken by the client ── queued here, in the vocoder, in the talker ── granted
+                        └──────────────────── window_frames ───────────────────────┘
+    """
+
+    def __init__(self, order: SpeechOrder) -> None:
+        self._order = order
+        self._bound = order.max_frames
+        self._text_ended = False
+        self._num_taken = 0  # samples
+        self._num_received = 0  # samples
+        self._granted = self._wanted()
+        self._final_granted = False
+        self.finish: FinishReason | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    def speak(self, request_id: str, prompt: Prompt) -> Speak:
+        order = self._order
+        return Speak(
+            request_id=request_id,
+            prompt=prompt,
+            voice=order.voice,
+            sampling=order.sampling,
+            max_frames=order.max_frames,
+            granted_frames=self._granted,
+        )
+
+    def vocode(self, request_id: str) -> Vocode:
+        return Vocode(request_id=request_id, voice=self._order.voice, skip_samples=self._num_received)
+
+    def grant_again(self, request_id: str) -> Grant | None:
+        """For a replay: Speak cannot say that its grant is the last."""
+        return Grant(request_id, self._granted, True) if self._final_granted else None
+
+    def received(self, audio: Audio) -> None:
+        """Raises EngineError when a text was to be spoken and not one sample came of it."""
+        assert not self.ended, f"{audio.request_id}: audio after its end"
+        assert len(audio.pcm) % SAMPLE_BYTES == 0, f"{audio.request_id}: {len(audio.pcm)} bytes of PCM"
+        self._num_received += len(audio.pcm) // SAMPLE_BYTES
+        self.finish = audio.finish_reason
+        if self.ended and self._num_received == 0:
+            raise EngineError(
+                "the talker ended before its first frame, so there is no audio; try again with another seed",
+                code="no_speech",
+            )
+
+    def taken(self, request_id: str, audio: Audio) -> Grant | None:
+        """The client took `audio`: the grant that this allows, if it is worth a message."""
+        self._num_taken += len(audio.pcm) // SAMPLE_BYTES
+        return self._raise_grant(request_id, at_least=max(1, self._order.window_frames // 8))
+
+    def text_ended(self, request_id: str, num_tokens: int) -> Grant | None:
+        """From here on the bound is known; it may be below what was granted, never below what a talker that
+        takes one text token a frame can have produced."""
+        if not self._text_ended:
+            self._text_ended = True
+            self._bound = min(self._bound, self._order.frames_of_text(num_tokens))
+        return self._raise_grant(request_id, at_least=1)
+
+    def _wanted(self) -> int:
+        taken_frames = self._num_taken // self._order.samples_per_frame
+        return min(taken_frames + self._order.window_frames, self._bound)
+
+    def _raise_grant(self, request_id: str, at_least: int) -> Grant | None:
+        wanted = self._wanted()
+        final = self._text_ended and wanted == self._bound
+        news = (final and not self._final_granted) or wanted - self._granted >= at_least
+        if self.ended or not news:
+            return None
+        self._granted, self._final_granted = wanted, final
+        return Grant(request_id, wanted, final)
