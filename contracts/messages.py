@@ -59,10 +59,11 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 
 class Vocode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start a stream of PCM in the vocoder. Its frames arrive over the edge, maybe before this message.
-    `skip_samples`: the client has them already (replay)."""
+    `skip_samples`: the client has them already (replay). `seed` fixes the noise that some models draw."""
 
     request_id: str
     voice: str
+    seed: int = 0
     skip_samples: int = 0
 
 

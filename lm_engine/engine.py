@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from contracts.chunks import Chunk
 from contracts.errors import (
     EngineError,
     OmnistageError,
@@ -40,7 +41,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepEvents:
+    """Messages for the front process, and chunks of requests with speech for the next stage."""
+
     messages: tuple[Generated | EmbeddingsNeeded | Failed, ...]
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class EncoderStage:
     def has_work(self) -> bool:
         return self.pool.has_work()
 
+    def due_in_s(self) -> float | None:
+        return None
+
     async def step(self) -> StepResultBatch:
         batch = StepResultBatch()
         for outcome in self.pool.step():

@@ -14,10 +14,14 @@ EMBEDDINGS = "embeddings"
 
 
 class LMStage:
-    """`build` loads the weights, sizes the KV cache and returns the engine with its capacity line."""
+    """`build` loads the weights, sizes the KV cache and returns the engine with its capacity line. `talker`
+    takes the hidden states and the text of requests with speech."""
 
-    def __init__(self, name: str, build: Callable[[], tuple[LMEngine, str]]) -> None:
+    def __init__(
+        self, name: str, build: Callable[[], tuple[LMEngine, str]], talker: str | None = None
+    ) -> None:
         self._name = name
+        self._talker = talker
         self._build = build
         self._engine: LMEngine | None = None
 
@@ -55,11 +59,19 @@ class LMStage:
     def has_work(self) -> bool:
         return self.engine.has_work()
 
+    def due_in_s(self) -> float | None:
+        return None
+
     async def step(self) -> StepResultBatch:
-        return StepResultBatch(messages=list((await self.engine.step()).messages))
+        events = await self.engine.step()
+        batch = StepResultBatch(messages=list(events.messages))
+        if events.chunks:
+            assert self._talker is not None, f"stage {self._name} has nobody to speak for it"
+            batch.chunks = [(self._talker, chunk) for chunk in events.chunks]
+        return batch
 
     def sent(self, chunk: Chunk) -> None:
-        raise AssertionError(f"stage {self._name} sends no chunks")
+        pass
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -63,6 +64,10 @@ class StageLogic(Protocol):
     def accept(self, chunk: Chunk) -> list[FromStage]: ...
 
     def has_work(self) -> bool: ...
+
+    def due_in_s(self) -> float | None:
+        """When to ask `has_work` again without anything having come; None: there is no need."""
+        ...
 
     async def step(self) -> StepResultBatch: ...
 
@@ -193,7 +198,9 @@ class StageShell:
             while not self._logic.has_work():
                 self._forget_cancelled()
                 self._report_stats(force=True)
-                await self._wake.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._logic.due_in_s()):
+                        await self._wake.wait()
                 self._wake.clear()
             self.step_started_s = time.monotonic()
             batch = await self._logic.step()

@@ -59,7 +59,14 @@ class SpeechFlow:
         )
 
     def vocode(self, request_id: str) -> Vocode:
-        return Vocode(request_id=request_id, voice=self._order.voice, skip_samples=self._num_received)
+        order = self._order
+        assert order.sampling.seed is not None
+        return Vocode(
+            request_id=request_id,
+            voice=order.voice,
+            seed=order.sampling.seed,
+            skip_samples=self._num_received,
+        )
 
     def grant_again(self, request_id: str) -> Grant | None:
         """For a replay: Speak cannot say that its grant is the last."""

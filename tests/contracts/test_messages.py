@@ -36,7 +36,7 @@ TO_STAGE = [
         request_id="r", prompt=PROMPT, voice="ada", sampling=SAMPLING, max_frames=99, granted_frames=20
     ),
     messages.Grant("r", 40, final=True),
-    messages.Vocode(request_id="r", voice="ada", skip_samples=480),
+    messages.Vocode(request_id="r", voice="ada", seed=3, skip_samples=480),
     messages.Encode(request_id="r", item_index=0, item=ITEM, target="thinker"),
     messages.Abort("r"),
     messages.StopSample("r", 1),
