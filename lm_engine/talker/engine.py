@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 from torch import Tensor
 
+from contracts.chunks import Chunk
 from contracts.errors import (
     ContextLengthExceeded,
     EngineError,
@@ -19,6 +21,7 @@ from contracts.errors import (
 )
 from contracts.messages import Failed, FinishReason, Speak
 from lm_engine.config import EngineConfig
+from lm_engine.engine import StepEvents
 from lm_engine.talker.model import TalkerModel, TalkerPrompt
 from lm_engine.talker.plan import FrameRunner, FramesDrawn
 from lm_engine.talker.request import RowMaker, SpokenAnswer, take_hidden, take_text
@@ -27,21 +30,7 @@ from lm_engine.talker.scheduler import TalkerScheduler, TalkerStep
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True)
-class Frames:
-    """New frames of a request, in order. With a `finish_reason` they are its last; there may be none."""
-
-    request_id: str
-    codes: tuple[tuple[int, ...], ...]  # one per frame, one code per group
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True)
-class TalkerEvents:
-    frames: tuple[Frames, ...]
-    failed: tuple[Failed, ...]
+CODES_STREAM = "codes"
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,9 @@ class TalkerEngine:
 
     Loops as the LM's engine does, plain or overlapped: a step may be planned before the frames of the one
     before it are known, since each reads them on the device.
+
+    Frames leave as chunks of the stream "codes": tensor `codes` int64 [k, Q]; on the last chunk, which may
+    hold none, `finish` tells why ("stop", "length").
     """
 
     def __init__(self, config: EngineConfig, model: TalkerModel, runner: FrameRunner) -> None:
@@ -66,7 +58,7 @@ class TalkerEngine:
         self._row_maker = RowMaker(model, runner.rows)
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if config.overlap else 1
-        self._frames: list[Frames] = []
+        self._chunks: list[Chunk] = []
         self._failed: list[Failed] = []
         self._stalled = False
         self._closed = False
@@ -108,28 +100,28 @@ class TalkerEngine:
             )
         return min(message.max_frames, room)
 
-    def prompt(self, request_id: str, positions: list[int], hidden: Tensor, *, last: bool) -> None:
-        """Hidden states [n, X] of these positions of the thinker's prompt; `last`: there are no more. They
-        may fail the request (an event)."""
+    def prompt_ready(self, request_id: str, tensors: Mapping[str, Tensor], last: bool) -> None:
+        """`hidden` [n, X] of these `positions` int64 [n] of the thinker's prompt; `last`: there are no more.
+        What no thinker sends fails the request (a Failed message)."""
         answer = self._scheduler.answers.get(request_id)
         if answer is None:
             return
         try:
-            take_hidden(answer, np.array(positions, dtype=np.int64), hidden, self._model.config)
+            take_hidden(answer, tensors["positions"], tensors["hidden"], self._model.config)
             answer.hidden_ended = last
             self._row_maker.advance(answer)
         except EngineError as error:
             self._fail(answer, error)
         self._stalled = False
 
-    def text(self, request_id: str, token_ids: list[int], hidden: Tensor | None, *, last: bool) -> None:
-        """The thinker's next tokens, with their hidden states [k, X] where the family's talker takes them.
-        `last`: its answer has ended. The end token is not part of it."""
+    def text_ready(self, request_id: str, tensors: Mapping[str, Tensor], last: bool) -> None:
+        """The thinker's next `token_ids` int64 [k], with their `hidden` states [k, X] where the family's
+        talker takes them. `last`: its answer has ended. The end token is not part of it."""
         answer = self._scheduler.answers.get(request_id)
         if answer is None:
             return
         try:
-            take_text(answer, token_ids, hidden, self._model.config)
+            take_text(answer, tensors["token_ids"].tolist(), tensors.get("hidden"), self._model.config)
             answer.text_ended = last
             self._row_maker.advance(answer)
         except EngineError as error:
@@ -139,7 +131,7 @@ class TalkerEngine:
         if last and answer.rows.end == 0 and not answer.text:
             self._finish(answer, "stop")  # an answer without a word
 
-    def grant(self, request_id: str, num_frames: int, *, final: bool = False) -> None:
+    def grant(self, request_id: str, num_frames: int, final: bool = False) -> None:
         """It may have drawn so many frames in all; never fewer than before. `final`: no more will be
         granted, so it ends there ("length")."""
         answer = self._scheduler.answers.get(request_id)
@@ -156,27 +148,27 @@ class TalkerEngine:
         answer = self._scheduler.answers.get(request_id)
         if answer is not None:
             self._scheduler.remove(answer)
-        self._frames = [event for event in self._frames if event.request_id != request_id]
-        self._failed = [event for event in self._failed if event.request_id != request_id]
+        self._chunks = [chunk for chunk in self._chunks if chunk.request_id != request_id]
+        self._failed = [message for message in self._failed if message.request_id != request_id]
         self._stalled = False
 
     # --- the loop -------------------------------------------------------------------------------------------
     def has_work(self) -> bool:
         """Whether `step` would get anything done. False while everything waits for text or grants."""
-        if self._frames or self._failed or self._in_flight:
+        if self._chunks or self._failed or self._in_flight:
             return True
         return bool(self._scheduler.answers) and not self._stalled
 
-    async def step(self) -> TalkerEvents:
+    async def step(self) -> StepEvents:
         """Plans and submits what it can; waits for a result only when it must. May be cancelled; a step in
         flight is picked up by the next call."""
         launched = len(self._in_flight) < self._depth and self._launch()
-        pending = self._frames or self._failed
+        pending = self._chunks or self._failed
         if not pending and self._in_flight and (len(self._in_flight) == self._depth or not launched):
             await self._land()
-        frames, self._frames = tuple(self._frames), []
+        chunks, self._chunks = tuple(self._chunks), []
         failed, self._failed = tuple(self._failed), []
-        return TalkerEvents(frames, failed)
+        return StepEvents(failed, chunks)
 
     def _launch(self) -> bool:
         step = self._scheduler.plan()
@@ -214,12 +206,27 @@ class TalkerEngine:
         if answer.is_cut:
             self._finish(answer, "length", frame)
         else:
-            self._frames.append(Frames(answer.id, (frame,)))
+            self._send(answer, frame)
 
     def _finish(self, answer: SpokenAnswer, reason: FinishReason, *frames: tuple[int, ...]) -> None:
         self._scheduler.remove(answer)
         self._totals["length_stops_total"] += reason == "length"
-        self._frames.append(Frames(answer.id, frames, reason))
+        self._send(answer, *frames, reason=reason)
+
+    def _send(
+        self, answer: SpokenAnswer, *frames: tuple[int, ...], reason: FinishReason | None = None
+    ) -> None:
+        codes_KQ = torch.tensor(frames, dtype=torch.int64).reshape(-1, self._model.config.num_code_groups)
+        chunk = Chunk(
+            answer.id,
+            CODES_STREAM,
+            answer.num_chunks,
+            last=reason is not None,
+            tensors={"codes": codes_KQ},
+            meta={} if reason is None else {"finish": reason},
+        )
+        answer.num_chunks += 1
+        self._chunks.append(chunk)
 
     # --- failures -------------------------------------------------------------------------------------------
     def _fail(self, answer: SpokenAnswer, error: OmnistageError) -> None:
@@ -236,8 +243,11 @@ class TalkerEngine:
                 self._fail(answer, EngineError(message))
 
     # --- housekeeping ---------------------------------------------------------------------------------------
+    def reset_cache(self) -> None:
+        """Nothing outlives its request here."""
+
     def is_idle(self) -> bool:
-        return not (self._scheduler.answers or self._in_flight or self._frames or self._failed)
+        return not (self._scheduler.answers or self._in_flight or self._chunks or self._failed)
 
     def check_integrity(self) -> str | None:
         """The first broken conservation law, or None. Valid at any time between calls."""
@@ -260,7 +270,7 @@ class TalkerEngine:
         self._closed = True
         for answer in list(self._scheduler.answers.values()):
             self._scheduler.remove(answer)
-        self._frames.clear()
+        self._chunks.clear()
         self._failed.clear()
         self._runner.close()
         while self._in_flight:

@@ -76,6 +76,7 @@ class SpokenAnswer:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_frames: int = 0  # known
+    num_chunks: int = 0  # sent
     finished: bool = False
 
     @property
@@ -114,8 +115,9 @@ class SpokenAnswer:
         return self.num_rows + self.max_frames - 1
 
 
-def take_hidden(answer: SpokenAnswer, positions: Ints, hidden_NX: Tensor, config: TalkerConfig) -> None:
+def take_hidden(answer: SpokenAnswer, positions_N: Tensor, hidden_NX: Tensor, config: TalkerConfig) -> None:
     """Raises EngineError for rows of the wrong shape."""
+    positions: Ints = positions_N.cpu().numpy()
     if tuple(hidden_NX.shape) != (len(positions), config.hidden_width):
         want = (len(positions), config.hidden_width)
         raise EngineError(f"the thinker's hidden states have shape {tuple(hidden_NX.shape)}, want {want}")

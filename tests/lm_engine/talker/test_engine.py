@@ -100,7 +100,7 @@ def test_text_that_arrives_late_waits_for_it_and_changes_nothing(overlap, text_h
                 await client.drain()
                 assert not client.engine.has_work()
                 counts.append(len(answer.frames))
-            client.engine.text("late", [], torch.zeros(0, HIDDEN) if text_hidden else None, last=True)
+            client.think("late", start=len(TEXT))
             await client.drain()
             return counts
 
@@ -259,10 +259,10 @@ def test_what_no_thinker_sends_fails_that_request_alone():
         for name in bad:
             client.add(name, PROMPT, TEXT)
         client.say("good", PROMPT, TEXT)
-        client.engine.prompt("width", [1], torch.zeros(1, HIDDEN + 1), last=True)
-        client.engine.prompt("missing", [1, 5], torch.zeros(2, HIDDEN), last=True)
+        client.show("width", [1], torch.zeros(1, HIDDEN + 1))
+        client.show("missing", [1, 5], torch.zeros(2, HIDDEN))
         client.think("missing")
-        client.engine.text("token", [60], None, last=False)
+        client.engine.text_ready("token", {"token_ids": torch.tensor([60])}, False)
         client.see("twice")
         client.see("twice")
         client.run()
@@ -299,7 +299,7 @@ def test_hidden_states_come_in_any_number_of_pieces():
         whole = torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(5))
         client.think("pieces")
         for positions in ([0, 2], [1, 6], [5]):  # more than it needs
-            client.engine.prompt("pieces", positions, whole[positions], last=False)
-        client.engine.prompt("pieces", [], torch.zeros(0, HIDDEN), last=True)
+            client.show("pieces", positions, whole[positions], last=False)
+        client.show("pieces", [], torch.zeros(0, HIDDEN))
         client.run()
     assert answer.frames == expected.frames

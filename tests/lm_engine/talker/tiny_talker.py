@@ -155,6 +155,7 @@ class Answer:
     frames: list[tuple[int, ...]] = field(default_factory=list)
     reason: str | None = None
     error: object = None
+    num_chunks: int = 0
 
     @property
     def done(self) -> bool:
@@ -201,16 +202,20 @@ class Client:
         """Hands over the answer's tokens from `start`, `count` of them."""
         text = self.answers[name].text
         part = text[start:] if count is None else text[start : start + count]
-        hidden = None
+        tensors = {"token_ids": torch.tensor(part, dtype=torch.int64)}
         if self.model.config.text_hidden:
-            hidden = hidden_of(99, 64)[start : start + len(part)]
-        self.engine.text(name, part, hidden, last=last)
+            tensors["hidden"] = hidden_of(99, 64)[start : start + len(part)]
+        self.engine.text_ready(name, tensors, last)
 
     def see(self, name, *, last=True) -> None:
         """Hands over the prompt's hidden states."""
         ids = self.answers[name].message.prompt.token_ids
         positions = [i for i, token in enumerate(ids) if token >= FIRST_MEDIA]
-        self.engine.prompt(name, positions, hidden_of(5, 64)[positions], last=last)
+        self.show(name, positions, hidden_of(5, 64)[positions], last=last)
+
+    def show(self, name, positions, hidden, *, last=True) -> None:
+        tensors = {"positions": torch.tensor(positions, dtype=torch.int64), "hidden": hidden}
+        self.engine.prompt_ready(name, tensors, last)
 
     def say(self, name, prompt, text, **fields) -> Answer:
         """Everything at once."""
@@ -221,12 +226,15 @@ class Client:
 
     async def step(self) -> None:
         events = await self.engine.step()
-        for frames in events.frames:
-            answer = self.answers[frames.request_id]
+        for chunk in events.chunks:
+            answer = self.answers[chunk.request_id]
             assert answer.reason is None, "a frame after the end"
-            answer.frames += frames.codes
-            answer.reason = frames.finish_reason
-        for failed in events.failed:
+            assert (chunk.stream, chunk.seq) == ("codes", answer.num_chunks)
+            answer.num_chunks += 1
+            answer.frames += map(tuple, chunk.tensors["codes"].tolist())
+            answer.reason = chunk.meta.get("finish")
+            assert chunk.last == (answer.reason is not None)
+        for failed in events.messages:
             self.answers[failed.request_id].error = failed.error
         assert self.engine.check_integrity() is None, self.engine.check_integrity()
 
