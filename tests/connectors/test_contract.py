@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ import torch
 
 from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
+from connectors.nixl import NixlEdge, NixlReceiver, NixlSender
 from connectors.shm import ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
@@ -21,7 +23,16 @@ POOL_BYTES = 24 << 20
 Factory = Callable[[int], tuple[Sender, Receiver]]
 
 
-@pytest.fixture(params=["inproc", "shm"])
+def has_nixl() -> bool:
+    return importlib.util.find_spec("nixl_cu13") is not None
+
+
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(not has_nixl(), reason="the extra omnistage[nixl] is not installed")
+)
+
+
+@pytest.fixture(params=["inproc", "shm", NIXL])
 def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
     with contextlib.ExitStack() as stack:
 
@@ -33,7 +44,20 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
             stack.callback(receiver.close)
             return sender, receiver
 
-        yield {"inproc": lambda capacity: inproc_pair("test", capacity), "shm": shm_pair}[request.param]
+        def nixl_pair(capacity: int) -> tuple[Sender, Receiver]:
+            edge = NixlEdge.create("test", POOL_BYTES, capacity)
+            stack.callback(edge.close)
+            sender, receiver = NixlSender(edge.description()), NixlReceiver(edge.description())
+            stack.callback(sender.close)
+            stack.callback(receiver.close)
+            return sender, receiver
+
+        makers = {
+            "inproc": lambda capacity: inproc_pair("test", capacity),
+            "shm": shm_pair,
+            "nixl": nixl_pair,
+        }
+        yield makers[request.param]
 
 
 def chunk(request_id: str, seq: int, *, stream: str = "s", last: bool = False, tensor=None) -> Chunk:
