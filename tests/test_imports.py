@@ -19,7 +19,8 @@ MAY_IMPORT = {
     **dict.fromkeys(STAGES, ("contracts", "connectors")),
     "model_families": ("contracts", "connectors", *STAGES),
     "stages": ("contracts", "connectors", *STAGES, "model_families"),
-    "api": ("stages", "contracts", "benchmarks"),  # benchmarks: `omnistage bench` only hands over to it
+    # benchmarks: `omnistage bench` only hands over to it; vocoder: the containers of spoken answers
+    "api": ("stages", "contracts", "benchmarks", "vocoder"),
     "benchmarks": ("contracts",),
 }
 # Beside the benchmarks over HTTP, which work against any server: those that time one of our packages alone.
