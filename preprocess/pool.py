@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import cast
 
 import msgspec
 
@@ -28,12 +28,12 @@ from contracts.errors import (
     ServiceUnavailable,
     TooManyRequests,
 )
-from contracts.media import FeatureRef, MediaItem
-from contracts.specs import ImageSpec, MediaLimits
+from contracts.media import MediaItem
+from contracts.specs import MediaLimits
 from preprocess.arena import Arena, Block, Lease
 from preprocess.process import WorkerProcess
-from preprocess.protocol import Drop, Grant, ImageDone, ImageTask, Ready, Setup, SizeKnown, TaskFailed
-from preprocess.resize import PixelBudget
+from preprocess.protocol import Done, Drop, Grant, Ready, Setup, SizeKnown, Task, TaskFailed
+from preprocess.recipes import Recipe
 
 MAX_ATTEMPTS = 2  # an item whose worker died is tried once more: the death may not have been its fault
 MAX_START_FAILURES = 3  # in a row, then jobs are refused until a worker starts again
@@ -60,16 +60,12 @@ class PoolConfig:
 
 
 @dataclass(frozen=True)
-class ImageJob:
-    """`data` is read until `process` returns. `bytes_digest` covers data, spec and budget."""
+class MediaJob:
+    """One source. `data` is read until `process` returns. `bytes_digest` covers data and recipe."""
 
     data: Buffer
     bytes_digest: ContentDigest
-    spec: ImageSpec
-    budget: PixelBudget
-
-
-MediaJob: TypeAlias = ImageJob  # audio and video jobs join this union
+    recipe: Recipe
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,17 @@ class ProcessedMedia:
     item: MediaItem
     lease: Lease
 
-    def share(self) -> ProcessedMedia:
-        return ProcessedMedia(self.item, self.lease.share())
+
+@dataclass(frozen=True)
+class ProcessedSource:
+    """The items of one source, in one block of the arena; features are valid until `lease.release()`."""
+
+    items: tuple[MediaItem, ...]
+    lease: Lease
+
+    def share(self) -> tuple[ProcessedMedia, ...]:
+        """Each item on a lease of its own."""
+        return tuple(ProcessedMedia(item, self.lease.share()) for item in self.items)
 
 
 @dataclass
@@ -96,7 +101,7 @@ class _Entry:
     """One accepted job. `future` done with work left means that its caller has gone."""
 
     job: MediaJob
-    future: asyncio.Future[ProcessedMedia]
+    future: asyncio.Future[ProcessedSource]
     attempts: int = 0
     clock: asyncio.Timeout | None = None  # while a worker has it
 
@@ -151,7 +156,7 @@ class PreprocessPool:
             return f"{self.arena.num_waiting} arena requests without a job"
         return self.arena.check_integrity()
 
-    async def process(self, job: MediaJob) -> ProcessedMedia:
+    async def process(self, job: MediaJob) -> ProcessedSource:
         """The job's features; the caller releases the lease. Cancelling frees everything of the job.
 
         Raises TooManyRequests when the queue is full, MediaError for a bad item (also when it ran out of
@@ -230,8 +235,7 @@ class PreprocessPool:
             arena=self.arena.name,
             arena_bytes=self.arena.size,
             digester=config.digester,
-            max_source_pixels=config.limits.max_source_pixels,
-            memory_bytes=config.limits.worker_memory_bytes,
+            limits=config.limits,
         )
         try:
             worker = self._workers[index] = WorkerProcess(config.worker_module, self.arena.fd)
@@ -302,10 +306,10 @@ class PreprocessPool:
 
     async def _converse(
         self, worker: WorkerProcess, entry: _Entry, blocks: list[Block]
-    ) -> ImageDone | TaskFailed | None:
-        """None when the caller went away before anything was decoded."""
+    ) -> Done | TaskFailed | None:
+        """None when the caller went away before the features were made."""
         job, channel = entry.job, worker.channel
-        task = ImageTask(spec=job.spec, budget=job.budget, payload_bytes=len(job.data))
+        task = Task(recipe=job.recipe, bytes_digest=job.bytes_digest, payload_bytes=len(job.data))
         await channel.send(task, job.data)
         reply = await channel.receive()
         if isinstance(reply, SizeKnown):
@@ -319,8 +323,10 @@ class PreprocessPool:
             blocks.append(block)
             await channel.send(Grant(block.offset))
             reply = await channel.receive()
-        if not isinstance(reply, ImageDone | TaskFailed):
+        if not isinstance(reply, Done | TaskFailed):
             raise msgspec.ValidationError(f"unexpected {type(reply).__name__} from a worker")
+        if isinstance(reply, Done):
+            _check_items(reply.items, self.arena.name, blocks)
         worker.rss_bytes = reply.rss_bytes
         return reply
 
@@ -349,24 +355,11 @@ class PreprocessPool:
         )
 
     # --- outcomes -------------------------------------------------------------------------------------------
-    def _settle(self, entry: _Entry, reply: ImageDone | TaskFailed | None, blocks: list[Block]) -> None:
+    def _settle(self, entry: _Entry, reply: Done | TaskFailed | None, blocks: list[Block]) -> None:
         if isinstance(reply, TaskFailed):
             self._fail(entry, reply.error.to_exception())
         elif reply is not None and not entry.future.done():
-            entry.future.set_result(self._processed(entry.job, reply, blocks.pop()))
-
-    def _processed(self, job: MediaJob, done: ImageDone, block: Block) -> ProcessedMedia:
-        ref = FeatureRef(self.arena.name, block.offset, block.nbytes, "uint8", done.shape)
-        item = MediaItem(
-            modality="image",
-            bytes_digest=job.bytes_digest,
-            pixel_digest=done.pixel_digest,
-            num_tokens=done.num_tokens,
-            grid_thw=done.grid_thw,
-            source_size=done.source_size,
-            features=ref,
-        )
-        return ProcessedMedia(item, Lease(self.arena, block))
+            entry.future.set_result(ProcessedSource(reply.items, Lease(self.arena, blocks.pop())))
 
     def _fail_slow(self, entry: _Entry) -> None:
         self.counters.timeouts_total += 1
@@ -384,7 +377,7 @@ class PreprocessPool:
             self._queue.appendleft(entry)
             self._wake()
         else:
-            message = "the decoder crashed on this item; convert it to plain PNG or JPEG and try again"
+            message = "the decoder crashed on this item; convert it to a common format and try again"
             self._fail(entry, MediaDecodeError(message, stage="preprocess"))
 
     def _fail(self, entry: _Entry, error: OmnistageError) -> None:
@@ -394,6 +387,20 @@ class PreprocessPool:
 
     def _retry_after_s(self) -> float:
         return max(1.0, len(self._queue) * self._mean_job_s / self.config.num_workers)
+
+
+def _check_items(items: tuple[MediaItem, ...], arena: str, blocks: list[Block]) -> None:
+    """The features lie inside the block that was granted. Raises msgspec.ValidationError."""
+    for item in items:
+        ref = item.features
+        within = ref is not None and any(
+            ref.arena == arena and b.offset <= ref.offset <= ref.offset + ref.nbytes <= b.offset + b.nbytes
+            for b in blocks
+        )
+        if not within:
+            raise msgspec.ValidationError("features outside of the granted block")
+    if not items:
+        raise msgspec.ValidationError("a source without items")
 
 
 def _not_running() -> ServiceUnavailable:

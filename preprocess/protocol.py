@@ -12,8 +12,9 @@ import msgspec
 
 from contracts.digests import Buffer, ContentDigest, Digester
 from contracts.errors import ErrorInfo
-from contracts.specs import ImageSpec
-from preprocess.resize import PixelBudget
+from contracts.media import MediaItem
+from contracts.specs import MediaLimits
+from preprocess.recipes import Recipe
 
 MAX_FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")
@@ -21,20 +22,19 @@ _LENGTH = struct.Struct("<I")
 
 # --- pool → worker ------------------------------------------------------------------------------------------
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """First frame of a worker's life. `memory_bytes`: what it may allocate beyond its start."""
+    """First frame of a worker's life."""
 
     arena: str
     arena_bytes: int
     digester: Digester
-    max_source_pixels: int
-    memory_bytes: int
+    limits: MediaLimits
 
 
-class ImageTask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`payload_bytes` of an encoded image follow the frame."""
+class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """`payload_bytes` of encoded media follow the frame."""
 
-    spec: ImageSpec
-    budget: PixelBudget
+    recipe: Recipe
+    bytes_digest: ContentDigest
     payload_bytes: int
 
 
@@ -48,8 +48,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     """Answers SizeKnown when nobody wants the item any more; the worker is idle again."""
 
 
-Task: TypeAlias = ImageTask  # audio and video tasks join this union
-ToWorker: TypeAlias = Setup | ImageTask | Grant | Drop
+ToWorker: TypeAlias = Setup | Task | Grant | Drop
 
 
 # --- worker → pool ------------------------------------------------------------------------------------------
@@ -58,19 +57,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class SizeKnown(msgspec.Struct, frozen=True, tag=True):
-    """The header is read: the features will take `nbytes`. Nothing is decoded yet."""
+    """The features will take `nbytes`; none is made yet."""
 
     nbytes: int
 
 
-class ImageDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The features are written. `rss_bytes`: the worker's private memory now."""
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The features are written: at least one item. `rss_bytes`: the worker's private memory now."""
 
-    shape: tuple[int, int, int]
-    grid_thw: tuple[int, int, int]
-    num_tokens: int
-    source_size: tuple[int, int]
-    pixel_digest: ContentDigest
+    items: tuple[MediaItem, ...]
     rss_bytes: int = 0
 
 
@@ -81,7 +76,7 @@ class TaskFailed(msgspec.Struct, frozen=True, tag=True):
     rss_bytes: int = 0
 
 
-FromWorker: TypeAlias = Ready | SizeKnown | ImageDone | TaskFailed
+FromWorker: TypeAlias = Ready | SizeKnown | Done | TaskFailed
 
 
 class WorkerChannel:

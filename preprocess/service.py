@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from contracts.digests import Buffer, ContentDigest
-from contracts.errors import BadRequest, EngineError, MediaError, OmnistageError
+from contracts.errors import BadRequest, EngineError, OmnistageError
 from contracts.media import MediaItem, MediaSource
-from contracts.specs import ImageSpec, MediaSpecs
+from contracts.specs import MediaSpecs
 from preprocess.addresses import Resolver, system_resolver
 from preprocess.fetch import INLINE_BYTES, Fetcher
 from preprocess.index import MediaIndex
-from preprocess.pool import ImageJob, PoolConfig, PreprocessPool, ProcessedMedia
-from preprocess.resize import PixelBudget, pixel_budget
+from preprocess.pool import MediaJob, PoolConfig, PreprocessPool, ProcessedMedia, ProcessedSource
+from preprocess.recipes import make_recipe
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,12 @@ class PreprocessorConfig:
 class ResolvedMedia:
     """One item of a request: identity for sure, features if they had to be made.
 
-    `data` (the encoded bytes) stays for `materialize`. The holder calls `release` when the request ends.
+    `job` (with the encoded bytes) stays for `materialize`. The holder calls `release` when the request ends.
     """
 
     item: MediaItem
-    data: Buffer
-    spec: ImageSpec
-    budget: PixelBudget
+    job: MediaJob
+    position: int  # among the items of its source
     param: str
     processed: ProcessedMedia | None
 
@@ -54,7 +53,7 @@ class ResolvedMedia:
 class _Flight:
     """A pool job under way and how many callers wait for it; the last to leave cleans up."""
 
-    task: asyncio.Task[ProcessedMedia]
+    task: asyncio.Task[ProcessedSource]
     waiters: int = 0
 
 
@@ -100,39 +99,39 @@ class Preprocessor:
         `auto_max_pixels`: what a load policy leaves to `detail: auto`. Raises BadRequest kinds with
         source.param (or the option's name), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
         """
-        spec = specs.image
-        if source.modality != "image" or spec is None:
-            raise MediaError(f"{source.modality} input is not supported", param=source.param)
-        budget = pixel_budget(spec, source.options, auto_max_pixels)
+        recipe = make_recipe(source, specs, auto_max_pixels)
         try:
             data = await self._fetcher.fetch(source)
             self.counters.sources_total += 1
             self.counters.source_bytes_total += len(data)
-            digest = await self._digest(data, f"{spec.key()};{budget.key()}")
-            known = self.index.get(digest)
+            job = MediaJob(data, await self._digest(data, recipe.key()), recipe)
+            known = self.index.get(job.bytes_digest)
             if known is not None:
                 self.counters.index_hits_total += 1
-                return (ResolvedMedia(known, data, spec, budget, source.param, None),)
+                return tuple(ResolvedMedia(item, job, i, source.param, None) for i, item in enumerate(known))
             self.counters.index_misses_total += 1
-            processed = await self._process(ImageJob(data, digest, spec, budget))
+            processed = await self._process(job)
         except OmnistageError as error:
             raise _for_param(error, source.param) from error
-        return (ResolvedMedia(processed.item, data, spec, budget, source.param, processed),)
+        return tuple(
+            ResolvedMedia(media.item, job, i, source.param, media) for i, media in enumerate(processed)
+        )
 
     async def materialize(self, resolved: ResolvedMedia) -> ProcessedMedia:
         """Features of an item, on a lease of the caller's own."""
         self.counters.materialized_total += 1
-        known = resolved.item
         try:
-            processed = await self._process(
-                ImageJob(resolved.data, known.bytes_digest, resolved.spec, resolved.budget)
-            )
+            made = await self._process(resolved.job)
         except OmnistageError as error:
             raise _for_param(error, resolved.param) from error
-        if processed.item.pixel_digest != known.pixel_digest:
-            processed.lease.release()
-            raise EngineError("an item's pixels changed between two decodes", stage="preprocess")
-        return processed
+        for position, media in enumerate(made):
+            if position != resolved.position:
+                media.lease.release()
+        digests = [media.item.pixel_digest for media in made]
+        if digests[resolved.position : resolved.position + 1] != [resolved.item.pixel_digest]:
+            made[min(resolved.position, len(made) - 1)].lease.release()
+            raise EngineError("an item's content changed between two decodes", stage="preprocess")
+        return made[resolved.position]
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges for StageStats."""
@@ -154,8 +153,8 @@ class Preprocessor:
             return digester.of_bytes(data, options)
         return await asyncio.to_thread(digester.of_bytes, data, options)
 
-    async def _process(self, job: ImageJob) -> ProcessedMedia:
-        """Single flight: one pool job per digest at a time; each caller gets its own lease."""
+    async def _process(self, job: MediaJob) -> tuple[ProcessedMedia, ...]:
+        """Single flight: one pool job per digest at a time; each caller gets leases of its own."""
         flight = self._flights.get(job.bytes_digest)
         if flight is None:
             flight = self._flights[job.bytes_digest] = _Flight(asyncio.create_task(self.pool.process(job)))
@@ -165,7 +164,7 @@ class Preprocessor:
         flight.waiters += 1
         try:
             processed = await asyncio.shield(flight.task)
-            self.index.put(processed.item)
+            self.index.put(processed.items)
             return processed.share()
         finally:
             flight.waiters -= 1

@@ -1,4 +1,4 @@
-"""A preprocessing worker process: one item at a time, no network, no torch, killable at any moment.
+"""A preprocessing worker process: one source at a time, no network, no torch, killable at any moment.
 
 Run as `python -m preprocess.worker SOCKET_FD ARENA_FD PARENT_PID`. It ends when its socket does.
 """
@@ -17,21 +17,19 @@ import msgspec
 from PIL import Image
 
 from contracts.errors import MediaTooLarge, OmnistageError
-from contracts.media import FeatureRef
 from preprocess.arena import ArenaMapping
-from preprocess.images import decode_image, open_image
+from preprocess.items import Place, prepare
 from preprocess.protocol import (
+    Done,
     Drop,
     Grant,
-    ImageDone,
-    ImageTask,
     Ready,
     Setup,
     SizeKnown,
+    Task,
     TaskFailed,
     WorkerChannel,
 )
-from preprocess.resize import resized_shape
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,24 +43,24 @@ class Worker:
         assert isinstance(setup, Setup)
         self._setup = setup
         self._arena = ArenaMapping(arena_fd, setup.arena, setup.arena_bytes, writable=True)
-        _limit_memory(setup.memory_bytes)
+        _limit_memory(setup.limits.worker_memory_bytes)
 
     def serve(self) -> None:
         """Raises EOFError when the pool is gone."""
         self._channel.send(Ready(_private_bytes()))
         while True:
             task = self._channel.receive()
-            assert isinstance(task, ImageTask)
+            assert isinstance(task, Task)
             payload = self._channel.receive_bytes(task.payload_bytes)
             reply = self._process(task, payload)
             del payload
             if reply is not None:
-                # Measured here, after everything of the item is freed.
+                # Measured here, after everything of the source is freed.
                 self._channel.send(msgspec.structs.replace(reply, rss_bytes=_private_bytes()))
 
-    def _process(self, task: ImageTask, payload: bytes) -> ImageDone | TaskFailed | None:
+    def _process(self, task: Task, payload: bytes) -> Done | TaskFailed | None:
         try:
-            return self.image(task, payload)
+            return self.make(task, payload)
         except OmnistageError as error:
             return TaskFailed(error.info())
         except MemoryError:
@@ -70,25 +68,16 @@ class Worker:
                 MediaTooLarge("decoding the item needs more memory than a worker may use").info()
             )
 
-    def image(self, task: ImageTask, payload: bytes) -> ImageDone | None:
-        """None when the pool dropped the item."""
-        opened = open_image(payload, self._setup.max_source_pixels)
-        shape = resized_shape(*opened.size, task.spec, task.budget)
-        self._channel.send(SizeKnown(shape.nbytes))
+    def make(self, task: Task, payload: bytes) -> Done | None:
+        """None when the pool dropped the task."""
+        prepared = prepare(task.recipe, payload, self._setup.limits)
+        self._channel.send(SizeKnown(prepared.nbytes))
         answer = self._channel.receive()
         if isinstance(answer, Drop):
             return None
         assert isinstance(answer, Grant)
-        pixels_HWC = decode_image(opened, shape, task.spec)
-        ref = FeatureRef(self._arena.name, answer.offset, shape.nbytes, "uint8", pixels_HWC.shape)
-        self._arena.view(ref)[:] = pixels_HWC
-        return ImageDone(
-            shape=(shape.height, shape.width, 3),
-            grid_thw=shape.grid_thw,
-            num_tokens=shape.num_tokens,
-            source_size=opened.size,
-            pixel_digest=self._setup.digester.of_array(pixels_HWC),
-        )
+        place = Place(self._arena, answer.offset, prepared.nbytes, task.bytes_digest, self._setup.digester)
+        return Done(prepared.write(place))
 
 
 def die_with_parent(parent_pid: int) -> None:

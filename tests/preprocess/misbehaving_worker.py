@@ -6,14 +6,14 @@ import os
 import signal
 from pathlib import Path
 
-from preprocess.protocol import ImageDone, ImageTask
+from preprocess.protocol import Done, Task
 from preprocess.worker import Worker, main
 
 HOARD: list[bytearray] = []
 
 
 class MisbehavingWorker(Worker):
-    def image(self, task: ImageTask, payload: bytes) -> ImageDone | None:
+    def make(self, task: Task, payload: bytes) -> Done | None:
         order, _, rest = payload.partition(b"\n")
         match order:
             case b"crash":
@@ -29,14 +29,14 @@ class MisbehavingWorker(Worker):
             case b"hang":
                 signal.pause()
             case b"hang holding memory":
-                assert super().image(task, rest)
+                assert super().make(task, rest)
                 signal.pause()
             case b"hog":
                 bytearray(1 << 40)
             case b"hoard":
                 HOARD.append(bytearray(b"x" * (64 << 20)))
                 payload = rest
-        return super().image(task, payload)
+        return super().make(task, payload)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from PIL import Image, ImageFile
 from contracts.errors import MediaError
 from contracts.media import MediaOptions
 from contracts.specs import MediaLimits
-from preprocess.pool import ImageJob, PoolConfig, PreprocessPool
+from preprocess.pool import MediaJob, PoolConfig, PreprocessPool
+from preprocess.recipes import ImageRecipe
 from preprocess.resize import pixel_budget
 from tests.preprocess.samples import TINY, encode, picture
 
@@ -100,7 +101,7 @@ def test_every_file_is_an_image_or_a_400_and_no_worker_ends(monkeypatch: pytest.
     monkeypatch.setattr(ImageFile, "MAXBLOCK", 1 << 20)  # room for the encoder to write huge headers
 
     async def outcome(pool: PreprocessPool, data: bytes) -> str | None:
-        job = ImageJob(data, b"d" * 16, TINY, pixel_budget(TINY, MediaOptions()))
+        job = MediaJob(data, b"d" * 16, ImageRecipe(TINY, pixel_budget(TINY, MediaOptions())))
         try:
             done = await pool.process(job)
         except MediaError as error:  # a 400; anything else fails the test

@@ -26,7 +26,8 @@ from contracts.errors import (
 from contracts.media import MediaOptions
 from contracts.specs import ImageSpec, MediaLimits
 from preprocess.images import decode_image, open_image
-from preprocess.pool import ImageJob, PoolConfig, PreprocessPool, ProcessedMedia
+from preprocess.pool import MediaJob, PoolConfig, PreprocessPool, ProcessedSource
+from preprocess.recipes import ImageRecipe
 from preprocess.resize import pixel_budget, resized_shape
 from tests.preprocess.samples import QWEN2, TINY, encode, noise, picture
 
@@ -34,8 +35,8 @@ MISBEHAVING = "tests.preprocess.misbehaving_worker"
 GOOD = encode(noise(48, 32))
 
 
-def job(data: bytes, spec: ImageSpec = TINY) -> ImageJob:
-    return ImageJob(data, b"d" * 16, spec, pixel_budget(spec, MediaOptions()))
+def job(data: bytes, spec: ImageSpec = TINY) -> MediaJob:
+    return MediaJob(data, b"d" * 16, ImageRecipe(spec, pixel_budget(spec, MediaOptions())))
 
 
 @asynccontextmanager
@@ -82,12 +83,12 @@ def test_features_equal_the_decoder_in_this_process() -> None:
             opened = open_image(data, 1 << 20)
             shape = resized_shape(*opened.size, TINY, pixel_budget(TINY, MediaOptions()))
             expected = decode_image(opened, shape, TINY)
-            assert done.item.features is not None
-            np.testing.assert_array_equal(pool.arena.view(done.item.features), expected)
-            assert done.item.pixel_digest == pool.config.digester.of_array(expected)
-            assert done.item.num_tokens == shape.num_tokens
-            assert done.item.grid_thw == shape.grid_thw
-            assert done.item.source_size == (301, 200)
+            assert done.items[0].features is not None
+            np.testing.assert_array_equal(pool.arena.view(done.items[0].features), expected)
+            assert done.items[0].pixel_digest == pool.config.digester.of_array(expected)
+            assert done.items[0].num_tokens == shape.num_tokens
+            assert done.items[0].grid_thw == shape.grid_thw
+            assert done.items[0].source_size == (301, 200)
             assert pool.arena.allocated_bytes > 0
             done.lease.release()
             assert pool.arena.allocated_bytes == 0
@@ -130,7 +131,7 @@ def test_a_worker_killed_during_a_job_costs_the_client_nothing(tmp_path: Path) -
         async with running() as pool:
             marker = os.fsencode(tmp_path / "died")
             done = await pool.process(job(b"crash once\n" + marker + b"\n" + GOOD))
-            assert done.item.features is not None
+            assert done.items[0].features is not None
             done.lease.release()
             assert pool.counters.worker_deaths_total == 1
             assert pool.arena.allocated_bytes == 0
@@ -295,7 +296,7 @@ def test_a_worker_killed_while_it_waits_for_space_is_replaced() -> None:
     run(scenario)
 
 
-async def cancelled(task: asyncio.Task[ProcessedMedia]) -> None:
+async def cancelled(task: asyncio.Task[ProcessedSource]) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -312,9 +312,9 @@ def test_the_index_is_a_bounded_lru() -> None:
 
     index = MediaIndex(3)
     for number in range(3):
-        index.put(item(number))
-    assert index.get(item(0).bytes_digest) == item(0)
-    index.put(item(3))
+        index.put((item(number),))
+    assert index.get(item(0).bytes_digest) == (item(0),)
+    index.put((item(3),))
     assert len(index) == 3
     assert index.get(item(1).bytes_digest) is None
     assert index.get(item(0).bytes_digest) is not None
