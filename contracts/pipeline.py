@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from contracts.media import Modality
+
 StageKind = Literal["preprocess", "encoder", "lm", "vocoder"]
 Payload = Literal["features", "embeddings", "tokens", "hidden_states", "codec_frames", "pcm"]
 
@@ -25,8 +27,11 @@ PRODUCES: dict[StageKind, frozenset[Payload]] = {
 
 @dataclass(frozen=True)
 class StageSpec:
+    """`modalities`: of an encoder, the items it takes."""
+
     name: str
     kind: StageKind
+    modalities: tuple[Modality, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,13 @@ class Pipeline:
     def of_kind(self, kind: StageKind) -> tuple[StageSpec, ...]:
         return tuple(spec for spec in self.stages if spec.kind == kind)
 
+    def encoder_of(self, modality: Modality) -> str | None:
+        """The stage that encodes such items for the entry stage; None: there is none."""
+        for spec in self.of_kind("encoder"):
+            if modality in spec.modalities:
+                return spec.name
+        return None
+
     def validate(self) -> None:
         """Rejects unknown or duplicate stages, payload mismatches, cycles and dead ends."""
         names = [spec.name for spec in self.stages]
@@ -66,10 +78,21 @@ class Pipeline:
             raise PipelineError(f"pipeline {self.name!r}: duplicate stage names in {names}")
         for edge in self.edges:
             self._validate_edge(edge)
+        self._validate_encoders()
         for name in (self.entry, *self.terminals):
             self.stage(name)
         self._reject_cycles()
         self._reject_dead_ends()
+
+    def _validate_encoders(self) -> None:
+        takers: dict[Modality, str] = {}
+        for spec in self.of_kind("encoder"):
+            if not spec.modalities:
+                raise PipelineError(f"encoder stage {spec.name!r} takes no modality")
+            for modality in spec.modalities:
+                other = takers.setdefault(modality, spec.name)
+                if other != spec.name:
+                    raise PipelineError(f"stages {other!r} and {spec.name!r} both encode {modality}")
 
     def _validate_edge(self, edge: Edge) -> None:
         source, target = self.stage(edge.source), self.stage(edge.target)

@@ -31,7 +31,7 @@ GARBAGE = -1  # what a failed step leaves where it was to write
 class FakeModel:
     vocab_size: int
 
-    def write(self, fold: int, content: int, position: tuple[int, ...]) -> int:
+    def write(self, fold: int, content: int, position: tuple[float, ...]) -> int:
         """What a position stores: its content seen together with all before it."""
         return hash((1, fold, content, *position))
 
@@ -58,9 +58,9 @@ class _Row:
     blocks: list[int]
     lost: bool = False  # a step of it failed: what it holds is garbage, as on a device
 
-    def position(self, index: int) -> tuple[int, ...]:
+    def position(self, index: int) -> tuple[float, ...]:
         if index < self.ask.num_prompt_tokens:
-            return tuple(int(p) for p in self.ask.positions_AL[:, index])
+            return tuple(float(p) for p in self.ask.positions_AL[:, index])
         return (index + self.ask.position_delta,) * len(self.ask.positions_AL)
 
 

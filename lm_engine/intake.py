@@ -14,7 +14,7 @@ from lm_engine.config import EngineConfig
 from lm_engine.media_layout import MediaLayout
 from lm_engine.sequence import Request, make_sequences
 
-Positions = Callable[[Prompt], tuple[np.ndarray, int]]
+Positions = Callable[[Prompt], tuple[np.ndarray, float]]
 
 
 class Intake:

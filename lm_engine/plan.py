@@ -33,8 +33,8 @@ class Admission:
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
-    positions_AL: np.ndarray  # int64
-    position_delta: int
+    positions_AL: np.ndarray  # whole numbers or float32: where video runs, time goes on in fractions
+    position_delta: float
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]  # blocks it starts with (prefix hits and the first chunk's)

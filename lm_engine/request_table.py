@@ -76,10 +76,10 @@ class RequestTable:
         max_blocks = -(-max_length // block_size)
         # One more than the longest: the token drawn after the last computed one has a place.
         self.token_ids = torch.zeros(max_sequences, max_length + 1, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(num_axes, max_sequences, max_length, dtype=torch.int32, device=device)
+        self.positions = torch.zeros(num_axes, max_sequences, max_length, dtype=torch.float32, device=device)
         self.block_tables = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
         self.num_prompt = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self.position_delta = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self.position_delta = torch.zeros(max_sequences, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self.floats = torch.zeros(max_sequences, len(_FLOATS), dtype=torch.float32, device=device)
@@ -106,14 +106,14 @@ class RequestTable:
         for admission in admissions:
             self._write_tokens(admission)
         slots = self.to_device(np.array([a.slot for a in admissions], dtype=np.int64))
-        integers = [
-            (a.num_prompt_tokens, a.position_delta, signed_seed(a.seed), a.sampling.top_k) for a in admissions
-        ]
+        integers = [(a.num_prompt_tokens, signed_seed(a.seed), a.sampling.top_k) for a in admissions]
         columns = self.to_device(np.array(integers, dtype=np.int64))
         for target, column in zip(
-            (self.num_prompt, self.position_delta, self.seed, self.top_k), columns.unbind(1), strict=True
+            (self.num_prompt, self.seed, self.top_k), columns.unbind(1), strict=True
         ):
             target[slots] = column
+        deltas = np.array([a.position_delta for a in admissions], dtype=np.float32)
+        self.position_delta[slots] = self.to_device(deltas)
         floats = [_float_params(a.sampling) for a in admissions]
         self.floats[slots] = self.to_device(np.array(floats, dtype=np.float32))
 
@@ -126,7 +126,7 @@ class RequestTable:
         assert tokens.min() >= 0, "a token id is negative"
         assert tokens.max() < self.vocab_size, "a token id is outside the vocabulary"
         self.token_ids[slot, :num_tokens] = self.to_device(tokens)
-        positions = self.to_device(admission.positions_AL.astype(np.int32))
+        positions = self.to_device(admission.positions_AL.astype(np.float32))
         self.positions[:, slot, :num_prompt] = positions
 
     def append_blocks(self, admissions: Sequence[Admission], sequences: Sequence[SequenceStep]) -> None:

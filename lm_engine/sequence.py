@@ -96,7 +96,7 @@ class Sequence:
 class Request:
     message: Generate
     positions_AL: np.ndarray  # [A, num_prompt]
-    position_delta: int
+    position_delta: float
     media: MediaLayout
     arrival: int  # counts requests
     rank: float  # smaller is more important

@@ -36,9 +36,9 @@ class Family(Protocol):
         """
         ...
 
-    def positions(self, prompt: Prompt) -> tuple[np.ndarray, int]:
-        """RoPE positions [A, T] int64 of the prompt, and delta: token i ≥ T has position i + delta on every
-        axis."""
+    def positions(self, prompt: Prompt) -> tuple[np.ndarray, float]:
+        """RoPE positions [A, T] of the prompt, int64 or float32, and delta: token i ≥ T has position
+        i + delta on every axis."""
         ...
 
     def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:

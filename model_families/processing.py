@@ -11,7 +11,7 @@ from contracts.errors import BadRequest
 from contracts.media import MediaItem, Prompt
 from contracts.specs import MediaSpecs
 
-Positions = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 
 
 class Processor(Protocol):
@@ -22,7 +22,7 @@ class Processor(Protocol):
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt: ...
 
-    def positions(self, prompt: Prompt) -> tuple[Positions, int]: ...
+    def positions(self, prompt: Prompt) -> tuple[Positions, float]: ...
 
 
 class TextProcessor:

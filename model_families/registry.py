@@ -73,7 +73,7 @@ class OpenFamily:
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         return self.processor.layout(token_ids, items)
 
-    def positions(self, prompt: Prompt) -> tuple[np.ndarray, int]:
+    def positions(self, prompt: Prompt) -> tuple[np.ndarray, float]:
         return self.processor.positions(prompt)
 
     def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:

@@ -33,16 +33,16 @@ class DecodeBuffers:
 
     @classmethod
     def allocate(cls, num_rows: int, table: RequestTable) -> DecodeBuffers:
-        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=table.device)
 
-        packed_4R = integers(4, num_rows)
+        packed_4R = zeros(4, num_rows)
         packed_4R[0] = -1
         metadata = AttentionMetadata(
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=table.device),
-            sequence_lengths=integers(num_rows),
-            block_tables=integers(num_rows, table.block_tables.shape[1]),
-            slot_mapping=integers(num_rows, dtype=torch.int64),
+            sequence_lengths=zeros(num_rows),
+            block_tables=zeros(num_rows, table.block_tables.shape[1]),
+            slot_mapping=zeros(num_rows, dtype=torch.int64),
             max_query_length=1,
             max_sequence_length=table.max_length,
             host_query_starts=(),  # lengths are the device's alone
@@ -50,10 +50,10 @@ class DecodeBuffers:
         )
         return cls(
             packed_4R=packed_4R,
-            token_ids_R=integers(num_rows, dtype=torch.int64),
-            positions_AR=integers(table.positions.shape[0], num_rows, dtype=torch.int64),
+            token_ids_R=zeros(num_rows, dtype=torch.int64),
+            positions_AR=zeros(table.positions.shape[0], num_rows, dtype=torch.float32),
             metadata=metadata,
-            results_2R=integers(2, num_rows),
+            results_2R=zeros(2, num_rows),
         )
 
     @property

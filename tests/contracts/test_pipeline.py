@@ -12,7 +12,7 @@ SPEAKING = Pipeline(
     name="speaking",
     stages=(
         StageSpec("media", "preprocess"),
-        StageSpec("vision", "encoder"),
+        StageSpec("vision", "encoder", ("image", "video")),
         StageSpec("thinker", "lm"),
         StageSpec("talker", "lm"),
         StageSpec("voice", "vocoder"),
@@ -50,7 +50,7 @@ def test_a_good_graph_passes():
         (edited(edges=(*SPEAKING.edges, Edge("talker", "thinker", "hidden_states"))), "form a cycle"),
         (edited(edges=(*SPEAKING.edges, Edge("thinker", "thinker", "hidden_states"))), "form a cycle"),
         (edited(terminals=("thinker",)), r"nothing of \['talker', 'voice'\] reaches"),
-        (edited(stages=(*SPEAKING.stages, StageSpec("idle", "encoder"))), r"nothing of \['idle'\] reaches"),
+        (edited(stages=(*SPEAKING.stages, StageSpec("idle", "encoder", ("audio",)))), r"nothing of \['idle'\] reaches"),
     ],
 )
 def test_a_wrong_graph_is_named(wrong, message):

@@ -13,7 +13,7 @@ PIPELINE = Pipeline(
     name="vl",
     stages=(
         StageSpec("preprocess", "preprocess"),
-        StageSpec("vision", "encoder"),
+        StageSpec("vision", "encoder", ("image", "video")),
         StageSpec("thinker", "lm"),
     ),
     edges=(Edge("preprocess", "vision", "features"), Edge("vision", "thinker", "embeddings")),

@@ -43,10 +43,10 @@ def decode_inputs(
     token = tl.load(token_table_ptr + slot * token_stride + index)
     tl.store(token_ids_ptr + row, tl.where(pads, 0, token).to(tl.int64))
     generated = index >= tl.load(num_prompt_ptr + slot)
-    moved = index + tl.load(position_delta_ptr + slot)
+    moved = index.to(tl.float32) + tl.load(position_delta_ptr + slot)
     for axis in tl.static_range(A):
         known = tl.load(positions_ptr + axis * axis_stride + slot * position_stride + index)
-        tl.store(step_positions_ptr + axis * num_rows + row, tl.where(generated, moved, known.to(tl.int64)))
+        tl.store(step_positions_ptr + axis * num_rows + row, tl.where(generated, moved, known))
     tl.store(lengths_ptr + row, index + 1)
     table_ptr = block_tables_ptr + slot * table_stride
     own = index // BLOCK_SIZE
