@@ -108,9 +108,7 @@ class RequestTable:
         slots = self.to_device(np.array([a.slot for a in admissions], dtype=np.int64))
         integers = [(a.num_prompt_tokens, signed_seed(a.seed), a.sampling.top_k) for a in admissions]
         columns = self.to_device(np.array(integers, dtype=np.int64))
-        for target, column in zip(
-            (self.num_prompt, self.seed, self.top_k), columns.unbind(1), strict=True
-        ):
+        for target, column in zip((self.num_prompt, self.seed, self.top_k), columns.unbind(1), strict=True):
             target[slots] = column
         deltas = np.array([a.position_delta for a in admissions], dtype=np.float32)
         self.position_delta[slots] = self.to_device(deltas)

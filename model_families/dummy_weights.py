@@ -71,6 +71,11 @@ class DummyCheckpoint(Checkpoint):
         generator = torch.Generator(place).manual_seed(xxhash.xxh64_intdigest(name.encode()) >> 1)
         return made.normal_(0.0, STANDARD_DEVIATION, generator=generator)
 
+    def part(self, name: str, index: int) -> Tensor:
+        shape, dtype = self.shape(name)[1:], self.dtype(name)
+        generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(f"{name}[{index}]".encode()) >> 1)
+        return torch.empty(shape, dtype=dtype).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+
     def _of(self, name: str) -> Tensor:
         if name not in self._meta:
             raise checkpoint_error(f"checkpoint {self.folder.name} lacks the tensor {name}")

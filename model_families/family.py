@@ -41,8 +41,8 @@ class Family(Protocol):
         i + delta on every axis."""
         ...
 
-    def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:
-        """Raises when the model takes no media."""
+    def load_encoder(self, stage: str, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+        """The tower of an encoder stage of the pipeline. Raises when there is none."""
         ...
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel: ...

@@ -11,7 +11,7 @@ import torch
 
 from contracts.media import Modality
 from contracts.pipeline import Pipeline
-from contracts.specs import ImageSpec, SpeechSpec
+from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig
 from model_families.decoder_weights import TextName
@@ -20,21 +20,23 @@ from model_families.processing import Processor
 
 class LoadEncoder(Protocol):
     def __call__(
-        self, folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype
+        self, folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype
     ) -> EncoderModel: ...
 
 
 @dataclass(frozen=True)
 class FamilyParts:
-    """`architectures`: names in config.json that stand for the family when its `model_type` does not."""
+    """`model_types`: of config.json, beside the family's name. `architectures`: names there that stand for
+    the family when its type does not."""
 
     pipeline: Pipeline
     architectures: tuple[str, ...]
     open_processor: Callable[[Path], Processor]
     read_decoder_config: Callable[[Path], DecoderConfig]
     text_name: TextName
-    load_encoder: LoadEncoder | None = None
+    encoders: Mapping[str, LoadEncoder] = field(default_factory=dict)  # by stage
     read_speech: Callable[[Path], SpeechSpec | None] | None = None  # None of a checkpoint without its talker
+    model_types: tuple[str, ...] = ()
     placeholders: Mapping[Modality, str] = field(default_factory=dict)  # for string-only templates
 
     @property

@@ -76,11 +76,10 @@ class OpenFamily:
     def positions(self, prompt: Prompt) -> tuple[np.ndarray, float]:
         return self.processor.positions(prompt)
 
-    def load_encoder(self, device: torch.device, dtype: torch.dtype) -> EncoderModel:
-        image = self.media_specs.image
-        if self.parts.load_encoder is None or image is None:
-            raise EngineError(f"family {self.name} has no encoder")
-        return self.parts.load_encoder(self.folder, image, device, dtype)
+    def load_encoder(self, stage: str, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+        if stage not in self.parts.encoders:
+            raise EngineError(f"family {self.name} has no encoder {stage!r}")
+        return self.parts.encoders[stage](self.folder, self.media_specs, device, dtype)
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel:
         with open_checkpoint(self.folder) as checkpoint:
@@ -120,8 +119,9 @@ def open_family(folder: Path) -> Family:
 
 def _parts_of(folder: Path) -> FamilyParts:
     identity = read_config(folder, _Identity)
-    if identity.model_type in FAMILIES:
-        return FAMILIES[identity.model_type]
+    for parts in FAMILIES.values():
+        if identity.model_type in (parts.name, *parts.model_types):
+            return parts
     for parts in FAMILIES.values():
         if set(parts.architectures) & set(identity.architectures or ()):
             return parts

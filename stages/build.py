@@ -22,7 +22,7 @@ CUDA_SHARE = 0.9  # of the free memory, for a stage without a limit of its own
 
 def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
     device = torch.device(plan.device)
-    model = family.load_encoder(device, plan.dtype)
+    model = family.load_encoder(plan.stage, device, plan.dtype)
     cache = CacheConfig(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),

@@ -52,14 +52,14 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     for name, lm in deployment.lms.items():
         context_length = min(context_length, lm.max_context or context_length)
         dtype = resolve_dtype(lm.dtype, lm.device_list[0], census)
-        elements = census.decoder_elements
+        elements = census.of(name)
         plans.append(plan_lm(name, lm, family.decoder_config, elements, dtype, context_length))
     for name, encoder in deployment.encoders.items():
         dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], census)
         if encoder.dtype == "auto" and encoder.device_list[0] == "cpu":
             dtype = torch.float32  # a tower is all arithmetic, and torch's half precision on a CPU is slow
         width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, encoder, census.encoder_elements, dtype, width))
+        plans.append(plan_encoder(name, encoder, census.of(name), dtype, width))
     if check_memory:
         check_plan(plans)
     return Plan(folder, family, deployment, context_length, tuple(plans))

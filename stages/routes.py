@@ -10,7 +10,6 @@ class Routes:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.entry = pipeline.entry
-        self._encoders = [e.source for e in pipeline.edges if e.payload == "embeddings"]
         talker = self._target(self.entry, "hidden_states")
         vocoder = None if talker is None else self._target(talker, "codec_frames")
         self._speech_path = None if talker is None or vocoder is None else (self.entry, talker, vocoder)
@@ -31,7 +30,9 @@ class Routes:
         return self._speech_path
 
     def encoder_of(self, item: MediaItem) -> str:
-        return self._encoders[0]
+        encoder = self._pipeline.encoder_of(item.modality)
+        assert encoder is not None, f"pipeline {self._pipeline.name!r} takes no {item.modality}"
+        return encoder
 
     def encoders_of(self, prompt: Prompt) -> tuple[str, ...]:
         """The encoders of a prompt's items, each once."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import read_config
 from model_families.qwen2_5_vl.vision_weights import vision_name
@@ -84,9 +84,9 @@ class Qwen25VLTower(VisionTower):
         return tokens
 
 
-def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:
     config = read_config(folder, Qwen25VLConfig).vision_config
     attention = select_attention(device, dtype, config.hidden_size // config.num_heads)
     with torch.device("meta"):
         tower = Qwen25VLTower(config, attention)
-    return load_vision_encoder("qwen2_5_vl", folder, tower, config, spec, vision_name, device, dtype)
+    return load_vision_encoder("qwen2_5_vl", folder, tower, config, specs, vision_name, device, dtype)

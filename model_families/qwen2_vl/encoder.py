@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import read_config
 from model_families.qwen2_vl.vision_weights import vision_name
@@ -67,9 +67,9 @@ class Qwen2VLTower(VisionTower):
         return tokens
 
 
-def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:
     config = read_config(folder, Qwen2VLConfig).vision_config
     attention = select_attention(device, dtype, config.embed_dim // config.num_heads)
     with torch.device("meta"):
         tower = Qwen2VLTower(config, attention)
-    return load_vision_encoder("qwen2_vl", folder, tower, config, spec, vision_name, device, dtype)
+    return load_vision_encoder("qwen2_vl", folder, tower, config, specs, vision_name, device, dtype)

@@ -26,6 +26,6 @@ PARTS = FamilyParts(
     open_processor=open_processor,
     read_decoder_config=read_decoder_config,
     text_name=text_name,
-    load_encoder=load_encoder,
+    encoders={"vision": load_encoder},
     placeholders=PLACEHOLDERS,
 )

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import checkpoint_error, read_config
 from model_families.qwen3_vl.vision_weights import vision_name
@@ -114,16 +114,16 @@ def _taps(place_N: Ints, size_N: Ints, side: int) -> tuple[Ints, npt.NDArray[np.
     return np.minimum(taps_N2, side - 1), np.stack([1 - upper_weight_N, upper_weight_N], axis=1)
 
 
-def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:
     config = read_config(folder, Qwen3VLConfig).vision_config
-    return build_encoder("qwen3_vl", folder, config, spec, vision_name, device, dtype)
+    return build_encoder("qwen3_vl", folder, config, specs, vision_name, device, dtype)
 
 
 def build_encoder(
     family: str,
     folder: Path,
     config: Qwen3VLVisionConfig,
-    spec: ImageSpec,
+    specs: MediaSpecs,
     name_of: VisionName,
     device: torch.device,
     dtype: torch.dtype,
@@ -131,4 +131,4 @@ def build_encoder(
     attention = select_attention(device, dtype, config.hidden_size // config.num_heads)
     with torch.device("meta"):
         tower = Qwen3VLTower(config, attention)
-    return load_vision_encoder(family, folder, tower, config, spec, name_of, device, dtype)
+    return load_vision_encoder(family, folder, tower, config, specs, name_of, device, dtype)

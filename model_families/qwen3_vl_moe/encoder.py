@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import read_config
 from model_families.qwen3_vl.encoder import Qwen3VLConfig, build_encoder
 from model_families.qwen3_vl_moe.vision_weights import vision_name
 
 
-def load_encoder(folder: Path, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:
     config = read_config(folder, Qwen3VLConfig).vision_config
-    return build_encoder("qwen3_vl_moe", folder, config, spec, vision_name, device, dtype)
+    return build_encoder("qwen3_vl_moe", folder, config, specs, vision_name, device, dtype)

@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from contracts.specs import ImageSpec
+from contracts.media import Modality
+from contracts.specs import ImageSpec, MediaSpecs, VideoSpec
 from encoder_pool.model import EncoderInput
 from model_families.vision.packing import Grid
 from model_families.vision.patchify import CHANNELS, Patchifier
@@ -26,39 +27,46 @@ class VisionTower(nn.Module, ABC):
 
 
 class VisionEncoder:
-    """An EncoderModel. Holds weights, no request state."""
+    """An EncoderModel of pictures and, where the family takes them, videos. Holds weights, no request
+    state."""
 
     def __init__(
-        self, tower: VisionTower, spec: ImageSpec, encoder_id: str, device: torch.device, dtype: torch.dtype
+        self, tower: VisionTower, specs: MediaSpecs, encoder_id: str, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.encoder_id = encoder_id
         self.embedding_width = tower.embedding_width
         self.dtype = dtype
         self.device = device
         self._tower = tower
-        self._spec = spec
-        self._patchify = Patchifier(spec, device, dtype)
+        given: dict[Modality, ImageSpec | VideoSpec | None] = {"image": specs.image, "video": specs.video}
+        self._specs = {modality: spec for modality, spec in given.items() if spec is not None}
+        self._patchify = {m: Patchifier(spec, device, dtype) for m, spec in self._specs.items()}
 
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
         """Raises ValueError when features, grid and token count of an item contradict each other."""
         for item in items:
             self._check(item)
         with torch.inference_mode():
-            patches_NW = self._patchify([item.features for item in items])
+            patches_NW = torch.cat([self._patchify[item.modality]([item.features]) for item in items])
             tokens: Tensor = self._tower(patches_NW, [item.grid_thw for item in items])
             return list(torch.split(tokens, [item.num_tokens for item in items]))
 
     def _check(self, item: EncoderInput) -> None:
         frames, rows, columns = item.grid_thw
-        size, merge = self._spec.patch_size, self._spec.merge_size
-        if item.modality != "image" or frames != 1:
-            raise ValueError(f"this encoder takes single images, not {item.modality} of {frames} frames")
+        if item.modality not in self._specs:
+            raise ValueError(f"this encoder takes {' and '.join(self._specs)}, not {item.modality}")
+        spec = self._specs[item.modality]
+        size, merge = spec.patch_size, spec.merge_size
         if item.features.dtype != torch.uint8:
             raise ValueError(f"pixels must be uint8, not {item.features.dtype}")
-        shape = (rows * size, columns * size, CHANNELS)
+        shape: tuple[int, ...] = (rows * size, columns * size, CHANNELS)
+        if item.modality == "video":
+            shape = (frames * spec.temporal_patch_size, *shape)
+        elif frames != 1:
+            raise ValueError(f"an image of {frames} frames")
         if tuple(item.features.shape) != shape or rows % merge or columns % merge:
             raise ValueError(
-                f"pixels of shape {tuple(item.features.shape)} do not fit a {rows}x{columns} grid"
+                f"pixels of shape {tuple(item.features.shape)} do not fit a {frames}x{rows}x{columns} grid"
             )
         if item.num_tokens != prod(item.grid_thw) // merge**2:
-            raise ValueError(f"a {rows}x{columns} grid gives not {item.num_tokens} tokens")
+            raise ValueError(f"a {frames}x{rows}x{columns} grid gives not {item.num_tokens} tokens")

@@ -8,7 +8,7 @@ import msgspec
 import torch
 import xxhash
 
-from contracts.specs import ImageSpec
+from contracts.specs import MediaSpecs
 from model_families.dummy_weights import open_checkpoint
 from model_families.vision.config import VisionConfig
 from model_families.vision.encoder import VisionEncoder, VisionTower
@@ -20,7 +20,7 @@ def load_vision_encoder(
     folder: Path,
     tower: VisionTower,
     config: VisionConfig,
-    spec: ImageSpec,
+    specs: MediaSpecs,
     vision_name: VisionName,
     device: torch.device,
     dtype: torch.dtype,
@@ -28,8 +28,13 @@ def load_vision_encoder(
     """`tower` was built on the meta device. Raises EngineError when the checkpoint does not fit it."""
     with open_checkpoint(folder) as checkpoint:
         fingerprint = load_tower(checkpoint, tower, vision_name, device, dtype)
-    parts = (msgspec.json.encode(config), spec.key().encode(), fingerprint.encode(), str(dtype).encode())
-    return VisionEncoder(tower, spec, _encoder_id(family, parts), device, dtype)
+    parts = (
+        msgspec.json.encode(config),
+        msgspec.json.encode(specs),
+        fingerprint.encode(),
+        str(dtype).encode(),
+    )
+    return VisionEncoder(tower, specs, _encoder_id(family, parts), device, dtype)
 
 
 def _encoder_id(family: str, parts: tuple[bytes, ...]) -> str:

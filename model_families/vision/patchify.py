@@ -1,6 +1,7 @@
-"""Pixels → patches on the encoder's device: rescale, normalise, repeat in time, cut.
+"""Pixels → patches on the encoder's device: rescale, normalise, cut; pictures are repeated in time.
 
-Equal to what transformers' Qwen2-VL image processor makes of the same resized pixels, in the same order.
+Equal to what transformers' Qwen2-VL image and video processors make of the same resized pixels, in the same
+order.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, VideoSpec
 
 CHANNELS = 3
 
 
 class Patchifier:
-    def __init__(self, spec: ImageSpec, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ImageSpec | VideoSpec, device: torch.device, dtype: torch.dtype) -> None:
         self._spec = spec
         self._device = device
         self._dtype = dtype
@@ -28,19 +29,24 @@ class Patchifier:
     def patch_width(self) -> int:
         return CHANNELS * self._spec.temporal_patch_size * self._spec.patch_size**2
 
-    def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """uint8 [height, width, 3] each → [N, patch_width] of all images, in patch order.
+    def __call__(self, items: Sequence[Tensor]) -> Tensor:
+        """uint8 [height, width, 3] or, of a video, [frames, height, width, 3] each → [N, patch_width] of all
+        items, in patch order.
 
         Copies to the device before it returns: the pixels may be overwritten then.
         """
-        patches_NCPP = torch.cat([self._cut(image.to(self._device)) for image in images])
-        normal = (patches_NCPP.unsqueeze(2).float() - self._mean) / self._std
-        repeated = normal.expand(-1, -1, self._spec.temporal_patch_size, -1, -1)
-        return repeated.flatten(1).to(self._dtype)
+        return torch.cat([self._patches(pixels.to(self._device)) for pixels in items])
 
-    def _cut(self, pixels: Tensor) -> Tensor:
-        """uint8 [height, width, 3] → [patches, 3, P, P]."""
+    def _patches(self, pixels: Tensor) -> Tensor:
+        repeats = 1 if pixels.dim() == 4 else self._spec.temporal_patch_size
+        patches_NCTPP = self._cut(pixels if pixels.dim() == 4 else pixels.unsqueeze(0))
+        normal = (patches_NCTPP.float() - self._mean) / self._std
+        return normal.expand(-1, -1, normal.shape[2] * repeats, -1, -1).flatten(1).to(self._dtype)
+
+    def _cut(self, frames: Tensor) -> Tensor:
+        """uint8 [T, height, width, 3] → [patches, 3, frames of a patch, P, P]."""
         size, merge = self._spec.patch_size, self._spec.merge_size
-        rows, columns = pixels.shape[0] // self._spec.factor, pixels.shape[1] // self._spec.factor
-        blocks = pixels.reshape(rows, merge, size, columns, merge, size, CHANNELS)
-        return blocks.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, CHANNELS, size, size)
+        rows, columns = frames.shape[1] // self._spec.factor, frames.shape[2] // self._spec.factor
+        depth = 1 if frames.shape[0] == 1 else self._spec.temporal_patch_size
+        blocks = frames.reshape(-1, depth, rows, merge, size, columns, merge, size, CHANNELS)
+        return blocks.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, CHANNELS, depth, size, size)

@@ -50,7 +50,10 @@ def test_a_good_graph_passes():
         (edited(edges=(*SPEAKING.edges, Edge("talker", "thinker", "hidden_states"))), "form a cycle"),
         (edited(edges=(*SPEAKING.edges, Edge("thinker", "thinker", "hidden_states"))), "form a cycle"),
         (edited(terminals=("thinker",)), r"nothing of \['talker', 'voice'\] reaches"),
-        (edited(stages=(*SPEAKING.stages, StageSpec("idle", "encoder", ("audio",)))), r"nothing of \['idle'\] reaches"),
+        (
+            edited(stages=(*SPEAKING.stages, StageSpec("idle", "encoder", ("audio",)))),
+            r"nothing of \['idle'\] reaches",
+        ),
     ],
 )
 def test_a_wrong_graph_is_named(wrong, message):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from contracts.errors import EngineError
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, MediaSpecs
 from encoder_pool.model import EncoderInput
 from model_families.qwen2_5_vl import encoder as qwen2_5_vl
 from model_families.qwen2_vl import encoder as qwen2_vl
@@ -72,7 +72,7 @@ def spec_of(folder: Path) -> ImageSpec:
 
 
 def load(family: str, folder: Path, dtype: torch.dtype = torch.float32):
-    return MODULES[family].load_encoder(folder, spec_of(folder), CPU, dtype)
+    return MODULES[family].load_encoder(folder, MediaSpecs(image=spec_of(folder)), CPU, dtype)
 
 
 def items(spec: ImageSpec, units=UNITS) -> list[EncoderInput]:
@@ -164,7 +164,7 @@ def test_the_encoder_id_follows_weights_dtype_and_normalisation(family, folder, 
         load(family, folder).encoder_id,
         load(family, other).encoder_id,
         load(family, folder, torch.bfloat16).encoder_id,
-        MODULES[family].load_encoder(folder, grey, CPU, torch.float32).encoder_id,
+        MODULES[family].load_encoder(folder, MediaSpecs(image=grey), CPU, torch.float32).encoder_id,
     }
     assert len(ids) == 4
     assert load(family, folder).encoder_id in ids
@@ -191,7 +191,8 @@ def test_a_missing_tensor_is_named(family, folder, tmp_path):
         ({"features": torch.zeros(56, 57, 3, dtype=torch.uint8)}, "do not fit"),
         ({"features": torch.zeros(56, 56, 3)}, "uint8"),
         ({"num_tokens": 5}, "not 5 tokens"),
-        ({"modality": "video"}, "single images"),
+        ({"modality": "video"}, "not video"),
+        ({"modality": "audio"}, "not audio"),
     ],
 )
 def test_contradicting_items_are_refused(tmp_path_factory, change, message):
@@ -254,9 +255,9 @@ def test_the_tower_on_cuda_equals_the_cpu(family, folder):
     inputs = items(spec_of(folder))
     device = torch.device("cuda")
     exact = torch.cat(load(family, folder).encode(inputs))
-    encoder = MODULES[family].load_encoder(folder, spec_of(folder), device, torch.float32)
+    encoder = MODULES[family].load_encoder(folder, MediaSpecs(image=spec_of(folder)), device, torch.float32)
     torch.testing.assert_close(torch.cat(encoder.encode(inputs)).cpu(), exact, atol=1e-3, rtol=1e-3)
-    half = MODULES[family].load_encoder(folder, spec_of(folder), device, torch.bfloat16)
+    half = MODULES[family].load_encoder(folder, MediaSpecs(image=spec_of(folder)), device, torch.bfloat16)
     error = (torch.cat(half.encode(inputs)).cpu().float() - exact).norm() / exact.norm()
     assert error < 0.05
 

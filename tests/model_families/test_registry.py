@@ -85,7 +85,7 @@ def test_a_conversation_with_images_lays_out_as_in_transformers(tiny, name):
     )
     assert positions.tolist() == their_positions[:, 0].tolist()
     assert delta == their_delta.item()
-    encoder = family.load_encoder(CPU, torch.float32)
+    encoder = family.load_encoder("vision", CPU, torch.float32)
     assert encoder.embedding_width == family.decoder_config.hidden_size * (
         1 + family.decoder_config.num_deepstack_levels
     )
@@ -120,7 +120,7 @@ def test_a_folder_without_config_is_an_error(tmp_path):
 
 def test_a_text_family_has_no_encoder(tiny):
     with pytest.raises(EngineError, match="no encoder"):
-        open_family(tiny("qwen2")).load_encoder(CPU, torch.float32)
+        open_family(tiny("qwen2")).load_encoder("vision", CPU, torch.float32)
 
 
 def test_end_tokens_fall_back_to_the_config(tiny, tmp_path):
