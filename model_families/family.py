@@ -3,7 +3,7 @@ parts."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
+from lm_engine.talker.model import TalkerModel
 from model_families.text import ChatTokenizer
+from vocoder.model import VocoderModel
 
 
 class Family(Protocol):
@@ -28,6 +30,7 @@ class Family(Protocol):
     context_length: int
     eos_token_ids: tuple[int, ...]
     speech: SpeechSpec | None  # None: it does not speak
+    talker_config: DecoderConfig | None  # ditto
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         """Expands each placeholder token to its item's tokens, in order.
@@ -46,3 +49,11 @@ class Family(Protocol):
         ...
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel: ...
+
+    def load_talker(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> TalkerModel:
+        """Raises when `speech` is None."""
+        ...
+
+    def load_vocoder(self, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]:
+        """Raises when `speech` is None."""
+        ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,15 +13,38 @@ from contracts.media import Modality
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
-from lm_engine.model import DecoderConfig
+from lm_engine.model import DecoderConfig, Kernels
+from lm_engine.talker.model import TalkerModel
 from model_families.decoder_weights import TextName
 from model_families.processing import Processor
+from vocoder.model import VocoderModel
 
 
 class LoadEncoder(Protocol):
     def __call__(
         self, folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype
     ) -> EncoderModel: ...
+
+
+class LoadTalker(Protocol):
+    def __call__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, kernels: Kernels
+    ) -> TalkerModel: ...
+
+
+class LoadVocoder(Protocol):
+    def __call__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]: ...
+
+
+@dataclass(frozen=True)
+class SpeechParts:
+    """`read_spec`: None for a checkpoint without its talker; then `silent_pipeline` is the graph."""
+
+    read_spec: Callable[[Path], SpeechSpec | None]
+    read_talker_config: Callable[[Path], DecoderConfig]
+    load_talker: LoadTalker
+    load_vocoder: LoadVocoder
+    silent_pipeline: Pipeline
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,7 @@ class FamilyParts:
     read_decoder_config: Callable[[Path], DecoderConfig]
     text_name: TextName
     encoders: Mapping[str, LoadEncoder] = field(default_factory=dict)  # by stage
-    read_speech: Callable[[Path], SpeechSpec | None] | None = None  # None of a checkpoint without its talker
+    speech: SpeechParts | None = None
     model_types: tuple[str, ...] = ()
     placeholders: Mapping[Modality, str] = field(default_factory=dict)  # for string-only templates
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,12 +16,13 @@ from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
+from lm_engine.talker.model import TalkerModel
 from model_families import decoder_weights
 from model_families.checkpoint import CONFIG_FILE, checkpoint_error, read_config
 from model_families.dummy_weights import open_checkpoint
 from model_families.family import Family
 from model_families.llama.parts import PARTS as LLAMA
-from model_families.parts import FamilyParts
+from model_families.parts import FamilyParts, SpeechParts
 from model_families.processing import Processor
 from model_families.qwen2.parts import PARTS as QWEN2
 from model_families.qwen2_5_vl.parts import PARTS as QWEN2_5_VL
@@ -29,6 +31,7 @@ from model_families.qwen3.parts import PARTS as QWEN3
 from model_families.qwen3_vl.parts import PARTS as QWEN3_VL
 from model_families.qwen3_vl_moe.parts import PARTS as QWEN3_VL_MOE
 from model_families.text import ChatTokenizer, HFChatTokenizer
+from vocoder.model import VocoderModel
 
 FAMILIES = {
     parts.name: parts for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)
@@ -69,6 +72,7 @@ class OpenFamily:
     parts: FamilyParts
     processor: Processor
     speech: SpeechSpec | None
+    talker_config: DecoderConfig | None
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         return self.processor.layout(token_ids, items)
@@ -92,6 +96,18 @@ class OpenFamily:
                 kernels=kernels,
             )
 
+    def load_talker(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> TalkerModel:
+        return self._speech_parts.load_talker(self.folder, device, dtype, kernels)
+
+    def load_vocoder(self, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]:
+        return self._speech_parts.load_vocoder(self.folder, device, dtype)
+
+    @property
+    def _speech_parts(self) -> SpeechParts:
+        if self.parts.speech is None or self.speech is None:
+            raise EngineError(f"{self.folder.name} does not speak")
+        return self.parts.speech
+
 
 def open_family(folder: Path) -> Family:
     """Reads the configuration, the tokenizer and the template; no weight.
@@ -102,9 +118,12 @@ def open_family(folder: Path) -> Family:
     parts.pipeline.validate()
     processor = parts.open_processor(folder)
     decoder_config = parts.read_decoder_config(folder)
+    speech = None if parts.speech is None else parts.speech.read_spec(folder)
     return OpenFamily(
         name=parts.name,
-        pipeline=parts.pipeline,
+        pipeline=parts.pipeline
+        if parts.speech is None or speech is not None
+        else parts.speech.silent_pipeline,
         tokenizer=HFChatTokenizer(folder, parts.placeholders),
         decoder_config=decoder_config,
         media_specs=processor.media_specs,
@@ -113,7 +132,10 @@ def open_family(folder: Path) -> Family:
         folder=folder,
         parts=parts,
         processor=processor,
-        speech=None if parts.read_speech is None else parts.read_speech(folder),
+        speech=speech,
+        talker_config=None
+        if speech is None or parts.speech is None
+        else parts.speech.read_talker_config(folder),
     )
 
 

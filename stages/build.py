@@ -3,6 +3,8 @@ line."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from encoder_pool.batcher import BatchLimits
@@ -13,9 +15,13 @@ from lm_engine.engine import LMEngine
 from lm_engine.memory import KVCapacity, StepLimits, allocate_kv, capacity_of, measure_capacity
 from lm_engine.model import DecoderModel
 from lm_engine.runner import Runner
+from lm_engine.talker.engine import TalkerEngine
+from lm_engine.talker.runner import TalkerRunner
 from model_families.family import Family
-from stages.deployment import EncoderConfig, LMConfig, parse_bytes, step_bounds
+from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, step_bounds
 from stages.memory_plan import MIB, StagePlan, device_bytes
+from stages.vocoder_stage import BuiltPool
+from vocoder.pool import VocoderPool, VocoderPoolConfig
 
 CUDA_SHARE = 0.9  # of the free memory, for a stage without a limit of its own
 
@@ -50,6 +56,43 @@ def build_lm_engine(
     dtype = str(plan.dtype).removeprefix("torch.")
     graphs = f", {num_graphs} decode graphs" if num_graphs else ""
     return engine, f"{plan.device}, {dtype}, {model.attention.name} attention{graphs}; {capacity}"
+
+
+def build_talker(
+    family: Family, config: LMConfig, plan: StagePlan, context_length: int
+) -> tuple[TalkerEngine, str]:
+    """The KV cache takes what the plan gives it: a talker's steps are small beside it."""
+    device = torch.device(plan.device)
+    model = family.load_talker(device, plan.dtype, config.kernels)
+    decoder = model.config.decoder
+    capacity = capacity_of(
+        decoder,
+        plan.dtype,
+        kv_bytes=max(plan.cache, MIB),
+        block_size=config.block_size,
+        context_length=context_length,
+    )
+    kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device)
+    max_sequences = step_bounds(config).max_sequences
+    runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
+    engine = TalkerEngine(_bounds_of(config, plan, capacity, context_length, ()), model, runner)
+    return engine, f"{_placement(plan)}, {model.attention.name} attention; {capacity}"
+
+
+def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> BuiltPool:
+    model = family.load_vocoder(torch.device(plan.device), plan.dtype)
+    pool_config = VocoderPoolConfig(
+        max_streams=2 * config.max_streams,  # a replay may begin before what it replaces has been forgotten
+        max_batch_rows=config.max_batch_rows,
+        max_batch_frames=config.max_batch_frames,
+    )
+    pool = VocoderPool(model, pool_config, plan.stage)
+    detail = f"{_placement(plan)}; {model.sample_rate} Hz, {model.samples_per_frame} samples a frame"
+    return BuiltPool(pool, model.sample_rate, detail)
+
+
+def _placement(plan: StagePlan) -> str:
+    return f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"
 
 
 def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context_length: int) -> KVCapacity:
@@ -88,27 +131,41 @@ def _budget(plan: StagePlan) -> int:
         return plan.limit
     if plan.device == "cpu":
         return plan.weights + device_bytes(plan.device)
-    return plan.weights + int(device_bytes(plan.device) * CUDA_SHARE)
+    # The neighbours may have loaded already, or not: then what they will take counts as taken.
+    return plan.weights + max(0, int(device_bytes(plan.device) * CUDA_SHARE) - plan.neighbours)
 
 
 def _engine_config(
     family: Family, config: LMConfig, plan: StagePlan, capacity: KVCapacity, context_length: int
 ) -> EngineConfig:
     decoder = family.decoder_config
-    bounds = step_bounds(config)
     takes_media = bool(family.media_specs.modalities)
+    bounded = _bounds_of(config, plan, capacity, context_length, family.eos_token_ids)
+    return replace(
+        bounded,
+        embedding_width=decoder.hidden_size * (1 + decoder.num_deepstack_levels) if takes_media else 0,
+        plain_embedding_width=decoder.hidden_size if takes_media else 0,
+    )
+
+
+def _bounds_of(
+    config: LMConfig,
+    plan: StagePlan,
+    capacity: KVCapacity,
+    context_length: int,
+    eos_token_ids: tuple[int, ...],
+) -> EngineConfig:
+    bounds = step_bounds(config)
     return EngineConfig(
         num_blocks=capacity.num_blocks,
         context_length=context_length,
-        eos_token_ids=family.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         block_size=config.block_size,
         max_step_tokens=bounds.max_step_tokens,
         max_sequences=bounds.max_sequences,
         max_step_visual_tokens=bounds.max_step_visual_tokens,
         long_prefill_cap=bounds.long_prefill_cap,
         max_resident_embedding_tokens=config.max_resident_embedding_tokens,
-        embedding_width=decoder.hidden_size * (1 + decoder.num_deepstack_levels) if takes_media else 0,
-        plain_embedding_width=decoder.hidden_size if takes_media else 0,
         max_waiting_requests=config.max_waiting_requests,
         policy=config.policy,
         prefix_cache=config.prefix_cache,

@@ -262,16 +262,24 @@ class Coordinator:
     def _text_may_have_ended(self, request: InFlight) -> None:
         if request.speech is not None and not request.open_samples:
             self._grant(request, request.speech.text_ended(request.id, len(request.spoken_tokens)))
+            self._reject_muteness(request)
 
     def _audio(self, request: InFlight, message: Audio) -> None:
         assert request.speech is not None, f"{request.id}: audio for a request without speech"
-        try:
-            request.speech.received(message)
-        except OmnistageError as error:
-            error.stage = self._routes.speech_path[1]
-            self._fail(request, error)
-            return
-        request.events.put_nowait(message)
+        request.speech.received(message)
+        if not self._reject_muteness(request):
+            request.events.put_nowait(message)
+
+    def _reject_muteness(self, request: InFlight) -> bool:
+        """Once both have ended: a text of which not one sample came is an error, an empty text is not."""
+        if request.speech is None or not request.complete or not request.speech.was_mute:
+            return False
+        if not request.spoken_tokens:
+            return False
+        message = "the talker ended before its first frame, so there is no audio; try again with another seed"
+        talker = self._routes.speech_path[1]
+        self._fail(request, EngineError(message, stage=talker, code="no_speech"))
+        return True
 
     # --- media ------------------------------------------------------------------------------------------
 

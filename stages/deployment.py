@@ -12,6 +12,7 @@ import torch
 
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaLimits
+from vocoder.ramp import RampConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -101,6 +102,15 @@ def step_bounds(config: LMConfig) -> StepBounds:
     )
 
 
+class VocoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`max_streams`: answers spoken at once. A forward takes at most `max_batch_rows` of them and
+    `max_batch_frames` frames in all."""
+
+    max_streams: int = 256
+    max_batch_rows: int = 32
+    max_batch_frames: int = 256
+
+
 class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     stages: tuple[str, ...]
@@ -141,10 +151,16 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     preprocess: PreprocessConfig = PreprocessConfig()
     encoders: dict[str, EncoderConfig] = {}
     lms: dict[str, LMConfig] = {}
+    vocoders: dict[str, VocoderConfig] = {}
     workers: tuple[WorkerConfig, ...] = ()
     edges: tuple[EdgeConfig, ...] = ()
     limits: MediaLimits = MediaLimits()
     server: ServerConfig = ServerConfig()
+
+    @property
+    def placed(self) -> dict[str, PlacedConfig]:
+        """Every stage but preprocessing, in the order of their loading."""
+        return {**self.encoders, **self.lms, **self.vocoders}
 
     def edge(self, source: str, target: str) -> EdgeConfig:
         for edge in self.edges:
@@ -153,6 +169,7 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return EdgeConfig(source=source, target=target)
 
 
+MIN_BATCH_FRAMES = RampConfig().max_chunk_frames
 STEP_FIELDS = (
     "block_size",
     "max_sequences",
@@ -218,7 +235,7 @@ def _convert(data: dict[str, Any], pipeline: Pipeline) -> Deployment:
     if unknown:
         raise DeploymentError(f"deployment: unknown section {sorted(unknown)[0]!r}")
     stages: dict[str, Any] = data.get("stage", {})
-    names = {spec.name for spec in pipeline.stages if spec.kind in ("encoder", "lm")}
+    names = {spec.name for spec in pipeline.stages if spec.kind != "preprocess"}
     for name in stages:
         if name not in names:
             raise DeploymentError(
@@ -231,10 +248,15 @@ def _convert(data: dict[str, Any], pipeline: Pipeline) -> Deployment:
     lms = {
         s.name: _section(stages.get(s.name, {}), LMConfig, f"stage.{s.name}") for s in pipeline.of_kind("lm")
     }
+    vocoders = {
+        s.name: _section(stages.get(s.name, {}), VocoderConfig, f"stage.{s.name}")
+        for s in pipeline.of_kind("vocoder")
+    }
     return Deployment(
         preprocess=_section(data.get("preprocess", {}), PreprocessConfig, "preprocess"),
         encoders=encoders,
         lms=lms,
+        vocoders=vocoders,
         workers=tuple(
             _section(w, WorkerConfig, f"worker[{i}]") for i, w in enumerate(data.get("worker", []))
         ),
@@ -255,7 +277,7 @@ def _section(data: Any, cls: type[T], where: str) -> T:
 
 
 def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
-    for name, stage in {**deployment.encoders, **deployment.lms}.items():
+    for name, stage in deployment.placed.items():
         _validate_placed(name, stage)
     for name, lm in deployment.lms.items():
         _positive(f"stage.{name}", lm, STEP_FIELDS)
@@ -269,6 +291,12 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
             raise DeploymentError(f"stage.{name}.tensor_parallel: only 1 is supported by this version")
     for name, encoder in deployment.encoders.items():
         _positive(f"stage.{name}", encoder, ("max_batch_tokens", "max_batch_items"))
+    for name, vocoder in deployment.vocoders.items():
+        _positive(f"stage.{name}", vocoder, ("max_streams", "max_batch_rows"))
+        if vocoder.max_batch_frames < MIN_BATCH_FRAMES:
+            raise DeploymentError(
+                f"stage.{name}.max_batch_frames: at least {MIN_BATCH_FRAMES}, is {vocoder.max_batch_frames}"
+            )
     for edge in deployment.edges:
         if (edge.source, edge.target) not in {(e.source, e.target) for e in pipeline.edges}:
             raise DeploymentError(f"edge {edge.source}->{edge.target}: the pipeline has no such edge")

@@ -76,8 +76,7 @@ def worker_groups(plan: Plan, options: ServeOptions) -> tuple[WorkerConfig, ...]
     if options.workers == "one":
         return ()
     if options.workers == "per-stage":
-        stages = [*plan.deployment.encoders, *plan.deployment.lms]
-        return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in stages)
+        return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in plan.deployment.placed)
     return plan.deployment.workers
 
 
@@ -108,9 +107,11 @@ def _start_threads(
         capacity = plan.deployment.edge(source, target).capacity
         senders[source, target], receivers[source, target] = inproc_pair(f"{source}->{target}", capacity)
     read = None if preprocessor is None else preprocessor.pool.arena.view
-    stages = [*plan.deployment.encoders, *plan.deployment.lms]
+    stages = list(plan.deployment.placed)
     worker = LocalWorker(make_shells(plan, stages, senders, receivers, read, inbox.put_all))
-    coordinator = Coordinator(plan.family.pipeline, worker.send)
+    coordinator = Coordinator(
+        plan.family.pipeline, worker.send, max_replays=plan.deployment.server.max_replays
+    )
     stack.enter_context(_background(_dispatch(inbox, coordinator)))
     stack.push_async_callback(worker.stop)
     worker.start()
@@ -209,8 +210,8 @@ def _worker_spec(
             ends.append(EdgeEnd(source, target, "receiver", description))
         if source in group.stages or target in group.stages:
             fds += ring.fds
-    configs = {**plan.deployment.encoders, **plan.deployment.lms}
-    devices = dict.fromkeys(device for stage in group.stages for device in configs[stage].device_list)
+    placed = plan.deployment.placed
+    devices = dict.fromkeys(device for stage in group.stages for device in placed[stage].device_list)
     threads = group.threads or max(1, num_cores() // len(groups))
     return WorkerSpec(group.name, group.stages, tuple(devices), tuple(ends), threads, tuple(fds))
 

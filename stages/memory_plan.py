@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 
 from lm_engine.model import DecoderConfig
-from stages.deployment import DeploymentError, EncoderConfig, LMConfig, PlacedConfig, parse_bytes, step_bounds
+from stages.deployment import (
+    DeploymentError,
+    EncoderConfig,
+    LMConfig,
+    PlacedConfig,
+    VocoderConfig,
+    parse_bytes,
+    step_bounds,
+)
 
+THINKER_KV_SHARE = 0.4
+TALKER_KV_SHARE = 0.15
+VOCODER_BYTES_PER_FRAME = 1 << 20  # 1920 samples of ~100 channels in float32
+VOCODER_BYTES_PER_STREAM = 1 << 20  # attention window and convolution tails
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -25,6 +38,7 @@ class StagePlan:
     cache: int  # KV blocks or embedding cache
     activations: int
     limit: int | None
+    neighbours: int = 0  # bytes that the other stages of the device will take
 
     @property
     def total(self) -> int:
@@ -55,9 +69,10 @@ def plan_lm(
     weight_elements: int,
     dtype: torch.dtype,
     context: int,
+    share: float,
 ) -> StagePlan:
-    """KV for one request of full length is the least a stage must hold; more is used when memory allows
-    it."""
+    """KV for one request of full length is the least a stage must hold; more is used when memory allows it.
+    `share`: of the free memory, for the KV of a stage without a limit."""
     device = config.device_list[0]
     weights = weight_elements * dtype.itemsize
     bounds = step_bounds(config)
@@ -66,20 +81,26 @@ def plan_lm(
     if config.kv_memory is not None:
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
     else:
-        cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden)
+        cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden, share)
     return StagePlan(name, device, dtype, weights, cache, logits + hidden, stage_limit(name, config, device))
 
 
 def default_kv_bytes(
-    name: str, config: LMConfig, decoder: DecoderConfig, dtype: torch.dtype, context: int, other: int
+    name: str,
+    config: LMConfig,
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    context: int,
+    other: int,
+    share: float,
 ) -> int:
-    """Without a limit: what `max_sequences` requests of a quarter context want, at most 40% of what is
+    """Without a limit: what `max_sequences` requests of a quarter context want, at most `share` of what is
     free."""
     device = config.device_list[0]
     per_token = decoder.kv_bytes_per_token(dtype)
     wanted = per_token * max(context, step_bounds(config).max_sequences * context // 4)
     limit = stage_limit(name, config, device)
-    room = limit - other if limit is not None else int(device_bytes(device) * 0.4)
+    room = limit - other if limit is not None else int(device_bytes(device) * share)
     return max(min(wanted, room), 0)
 
 
@@ -91,6 +112,23 @@ def plan_encoder(
     activations = config.max_batch_tokens * width * dtype.itemsize * 8
     limit = stage_limit(name, config, device)
     return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, cache, activations, limit)
+
+
+def plan_vocoder(name: str, config: VocoderConfig, weight_elements: int, dtype: torch.dtype) -> StagePlan:
+    """What a forward needs besides its weights goes with the PCM it makes; measured at 24 kHz."""
+    device = config.device_list[0]
+    activations = config.max_batch_frames * VOCODER_BYTES_PER_FRAME
+    states = config.max_streams * VOCODER_BYTES_PER_STREAM
+    limit = stage_limit(name, config, device)
+    return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, states, activations, limit)
+
+
+def with_neighbours(plans: list[StagePlan]) -> tuple[StagePlan, ...]:
+    """Each with what the others on its device will take."""
+    totals: Counter[str] = Counter()
+    for plan in plans:
+        totals[plan.device] += plan.total
+    return tuple(replace(plan, neighbours=totals[plan.device] - plan.total) for plan in plans)
 
 
 def check_plan(plans: list[StagePlan]) -> None:

@@ -3,17 +3,29 @@ memory."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from contracts.errors import OmnistageError
+from lm_engine.model import DecoderConfig
 from model_families.census import WeightCensus, take_census
 from model_families.family import Family
 from model_families.registry import open_family
-from stages.deployment import Deployment, load_deployment
-from stages.memory_plan import StagePlan, check_plan, plan_encoder, plan_lm, render_plan
+from stages.deployment import Deployment, EncoderConfig, VocoderConfig, load_deployment
+from stages.memory_plan import (
+    TALKER_KV_SHARE,
+    THINKER_KV_SHARE,
+    StagePlan,
+    check_plan,
+    plan_encoder,
+    plan_lm,
+    plan_vocoder,
+    render_plan,
+    with_neighbours,
+)
 from stages.options import ServeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,8 +39,13 @@ class Plan:
     folder: Path
     family: Family
     deployment: Deployment
-    context_length: int
+    contexts: dict[str, int]  # LM stage → tokens a sequence may have
     stages: tuple[StagePlan, ...]
+
+    @property
+    def context_length(self) -> int:
+        """What a client may use."""
+        return self.contexts[self.family.pipeline.entry]
 
     @property
     def chunk_edges(self) -> tuple[tuple[str, str], ...]:
@@ -47,22 +64,67 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     family.pipeline.validate()
     deployment = load_deployment(family.pipeline, options.deployment, _overrides(options, family))
     census = take_census(folder)
-    context_length = family.context_length
-    plans = []
-    for name, lm in deployment.lms.items():
-        context_length = min(context_length, lm.max_context or context_length)
-        dtype = resolve_dtype(lm.dtype, lm.device_list[0], census)
-        elements = census.of(name)
-        plans.append(plan_lm(name, lm, family.decoder_config, elements, dtype, context_length))
-    for name, encoder in deployment.encoders.items():
-        dtype = resolve_dtype(encoder.dtype, encoder.device_list[0], census)
-        if encoder.dtype == "auto" and encoder.device_list[0] == "cpu":
-            dtype = torch.float32  # a tower is all arithmetic, and torch's half precision on a CPU is slow
-        width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, encoder, census.of(name), dtype, width))
+    contexts = {
+        name: min(
+            _decoder_of(family, name).max_position, family.context_length, lm.max_context or sys.maxsize
+        )
+        for name, lm in deployment.lms.items()
+    }
+    plans = [
+        *_plan_encoders(family, deployment, census),
+        *_plan_lms(family, deployment, census, contexts),
+        *(_plan_vocoder(name, config, census) for name, config in deployment.vocoders.items()),
+    ]
     if check_memory:
         check_plan(plans)
-    return Plan(folder, family, deployment, context_length, tuple(plans))
+    return Plan(folder, family, deployment, contexts, with_neighbours(plans))
+
+
+def _decoder_of(family: Family, stage: str) -> DecoderConfig:
+    """Of the LM stage: the entry's or the talker's."""
+    if stage == family.pipeline.entry:
+        return family.decoder_config
+    assert family.talker_config is not None, f"stage {stage} of a model without a talker"
+    return family.talker_config
+
+
+def _plan_encoders(family: Family, deployment: Deployment, census: WeightCensus) -> list[StagePlan]:
+    plans = []
+    for name, config in deployment.encoders.items():
+        dtype = _arithmetic_dtype(config, census)
+        width = family.decoder_config.hidden_size
+        plans.append(plan_encoder(name, config, census.of(name), dtype, width))
+    return plans
+
+
+def _plan_lms(
+    family: Family, deployment: Deployment, census: WeightCensus, contexts: dict[str, int]
+) -> list[StagePlan]:
+    plans = []
+    for name, config in deployment.lms.items():
+        dtype = resolve_dtype(config.dtype, config.device_list[0], census)
+        share = THINKER_KV_SHARE if name == family.pipeline.entry else TALKER_KV_SHARE
+        decoder = _decoder_of(family, name)
+        plans.append(plan_lm(name, config, decoder, census.of(name), dtype, contexts[name], share))
+    return plans
+
+
+def _plan_vocoder(name: str, config: VocoderConfig, census: WeightCensus) -> StagePlan:
+    """The part that makes sound is small and all arithmetic: float32 unless the file says otherwise."""
+    dtype = (
+        torch.float32
+        if config.dtype == "auto"
+        else resolve_dtype(config.dtype, config.device_list[0], census)
+    )
+    return plan_vocoder(name, config, census.of(name), dtype)
+
+
+def _arithmetic_dtype(config: EncoderConfig, census: WeightCensus) -> torch.dtype:
+    """auto: a tower is all arithmetic, and torch's half precision on a CPU is slow."""
+    device = config.device_list[0]
+    if config.dtype == "auto" and device == "cpu":
+        return torch.float32
+    return resolve_dtype(config.dtype, device, census)
 
 
 def model_folder(options: ServeOptions) -> Path:
@@ -75,12 +137,13 @@ def model_folder(options: ServeOptions) -> Path:
 
 def _overrides(options: ServeOptions, family: Family) -> tuple[str, ...]:
     """The few flags that stand for deployment fields, before the explicit ones."""
-    stages = [s for s in family.pipeline.stages if s.kind != "preprocess"]
+    pipeline = family.pipeline
+    stages = [s for s in pipeline.stages if s.kind not in ("preprocess", "vocoder")]
     flags: list[str] = []
     if options.dtype != "auto":
         flags += [f'{stage.name}.dtype="{options.dtype}"' for stage in stages]
     if options.kv_memory is not None:
-        flags += [f'{stage.name}.kv_memory="{options.kv_memory}"' for stage in stages if stage.kind == "lm"]
+        flags.append(f'{pipeline.entry}.kv_memory="{options.kv_memory}"')
     if options.media_root is not None:
         flags.append(f'limits.media_root="{options.media_root}"')
     if options.allow_private_addresses:

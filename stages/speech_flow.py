@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from contracts.errors import EngineError
 from contracts.media import Prompt
 from contracts.messages import Audio, FinishReason, Grant, Speak, Vocode
 from contracts.params import SamplingParams
@@ -72,17 +71,16 @@ class SpeechFlow:
         """For a replay: Speak cannot say that its grant is the last."""
         return Grant(request_id, self._granted, True) if self._final_granted else None
 
+    @property
+    def was_mute(self) -> bool:
+        """It has ended without a sample."""
+        return self.ended and self._num_received == 0
+
     def received(self, audio: Audio) -> None:
-        """Raises EngineError when a text was to be spoken and not one sample came of it."""
         assert not self.ended, f"{audio.request_id}: audio after its end"
         assert len(audio.pcm) % SAMPLE_BYTES == 0, f"{audio.request_id}: {len(audio.pcm)} bytes of PCM"
         self._num_received += len(audio.pcm) // SAMPLE_BYTES
         self.finish = audio.finish_reason
-        if self.ended and self._num_received == 0:
-            raise EngineError(
-                "the talker ended before its first frame, so there is no audio; try again with another seed",
-                code="no_speech",
-            )
 
     def taken(self, request_id: str, audio: Audio) -> Grant | None:
         """The client took `audio`: the grant that this allows, if it is worth a message."""

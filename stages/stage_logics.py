@@ -8,11 +8,15 @@ from connectors.interface import Receiver, Sender
 from contracts.messages import FromStage
 from encoder_pool.pool import EncoderPool
 from lm_engine.engine import LMEngine
-from stages.build import build_encoder_pool, build_lm_engine
+from lm_engine.talker.engine import TalkerEngine
+from stages.build import build_encoder_pool, build_lm_engine, build_talker, build_vocoder
 from stages.encoder_stage import EncoderStage, FeatureReader
 from stages.lm_stage import LMStage
 from stages.planning import Plan
-from stages.shell import StageShell
+from stages.routes import Routes
+from stages.shell import StageLogic, StageShell
+from stages.talker_stage import TalkerStage
+from stages.vocoder_stage import VocoderStage
 
 
 def make_shells(
@@ -26,15 +30,27 @@ def make_shells(
     """Shells of `stages`, none started. Ends of edges by (source, target); `read` maps shared features."""
     shells = []
     for name in stages:
-        if name in plan.deployment.encoders:
-            assert read is not None, f"stage {name} needs the feature arena"
-            logic: EncoderStage | LMStage = _encoder_logic(plan, name, read)
-        else:
-            logic = _lm_logic(plan, name)
+        logic = _logic(plan, Routes(plan.family.pipeline), name, read)
         outgoing = {target: sender for (source, target), sender in senders.items() if source == name}
         incoming = [receiver for (_, target), receiver in receivers.items() if target == name]
         shells.append(StageShell(name, logic, emit, outgoing, incoming))
     return shells
+
+
+def _logic(plan: Plan, routes: Routes, name: str, read: FeatureReader | None) -> StageLogic:
+    deployment = plan.deployment
+    if name in deployment.encoders:
+        assert read is not None, f"stage {name} needs the feature arena"
+        return _encoder_logic(plan, name, read)
+    if name in deployment.vocoders:
+        return VocoderStage(
+            name, lambda: build_vocoder(plan.family, deployment.vocoders[name], plan.stage(name))
+        )
+    talker, vocoder = routes.speech_path[1:] if routes.speaks else (None, None)
+    if name == talker:
+        assert vocoder is not None
+        return _talker_logic(plan, name, vocoder)
+    return _lm_logic(plan, name, talker)
 
 
 def _encoder_logic(plan: Plan, name: str, read: FeatureReader) -> EncoderStage:
@@ -44,8 +60,17 @@ def _encoder_logic(plan: Plan, name: str, read: FeatureReader) -> EncoderStage:
     return EncoderStage(name, build, read)
 
 
-def _lm_logic(plan: Plan, name: str) -> LMStage:
+def _lm_logic(plan: Plan, name: str, talker: str | None) -> LMStage:
     def build() -> tuple[LMEngine, str]:
-        return build_lm_engine(plan.family, plan.deployment.lms[name], plan.stage(name), plan.context_length)
+        config = plan.deployment.lms[name]
+        return build_lm_engine(plan.family, config, plan.stage(name), plan.contexts[name])
 
-    return LMStage(name, build)
+    return LMStage(name, build, talker)
+
+
+def _talker_logic(plan: Plan, name: str, vocoder: str) -> TalkerStage:
+    def build() -> tuple[TalkerEngine, str]:
+        config = plan.deployment.lms[name]
+        return build_talker(plan.family, config, plan.stage(name), plan.contexts[name])
+
+    return TalkerStage(name, vocoder, build)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -25,9 +25,9 @@ class TalkerEngine(Protocol):
         """Raises OmnistageError; then nothing of it remains."""
         ...
 
-    def prompt_ready(self, request_id: str, tensors: dict[str, Tensor]) -> None: ...
+    def prompt_ready(self, request_id: str, tensors: Mapping[str, Tensor], last: bool) -> None: ...
 
-    def text_ready(self, request_id: str, tensors: dict[str, Tensor], last: bool) -> None: ...
+    def text_ready(self, request_id: str, tensors: Mapping[str, Tensor], last: bool) -> None: ...
 
     def grant(self, request_id: str, num_frames: int, final: bool) -> None: ...
 
@@ -92,7 +92,7 @@ class TalkerStage:
 
     def _take(self, chunk: Chunk) -> None:
         if chunk.stream == PROMPT_STREAM:
-            self.engine.prompt_ready(chunk.request_id, chunk.tensors)
+            self.engine.prompt_ready(chunk.request_id, chunk.tensors, chunk.last)
         else:
             assert chunk.stream == TEXT_STREAM, f"stage {self._name} got a chunk of {chunk.stream!r}"
             self.engine.text_ready(chunk.request_id, chunk.tensors, chunk.last)

@@ -210,7 +210,7 @@ class FakeTalker:
             message.voice, message.max_frames, message.granted_frames
         )
 
-    def prompt_ready(self, request_id: str, tensors: dict[str, Tensor]) -> None:
+    def prompt_ready(self, request_id: str, tensors: dict[str, Tensor], last: bool) -> None:
         if request_id in self.utterances:
             assert tensors["hidden"].sum() == 2
             self.utterances[request_id].prompt = True

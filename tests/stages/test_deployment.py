@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from contracts.pipeline import Edge, Pipeline, StageSpec
+from model_families.graphs import omni_pipeline
 from stages.deployment import DeploymentError, load_deployment, parse_bytes
 
 PIPELINE = Pipeline(
@@ -43,6 +44,22 @@ def test_file_and_overrides(tmp_path: Path) -> None:
     assert deployment.limits.max_items_per_request == 3
     assert deployment.server.max_requests == 7
     assert deployment.edge("vision", "thinker").capacity == 2
+
+
+def test_talker_and_vocoder_have_sections_too() -> None:
+    pipeline = omni_pipeline("omni", speaks=True)
+    pipeline.validate()
+    overrides = ("talker.max_sequences=4", "vocoder.max_streams=3", "server.audio_window_s=2.5")
+    deployment = load_deployment(pipeline, None, overrides)
+    assert list(deployment.placed) == ["vision", "audio", "thinker", "talker", "vocoder"]
+    assert deployment.lms["talker"].max_sequences == 4
+    assert deployment.vocoders["vocoder"].max_streams == 3
+    assert deployment.server.audio_window_s == 2.5
+    with pytest.raises(DeploymentError, match=r"stage\.vocoder\.max_batch_frames: at least 16, is 3"):
+        load_deployment(pipeline, None, ("vocoder.max_batch_frames=3",))
+    silent = omni_pipeline("omni", speaks=False)
+    silent.validate()
+    assert list(load_deployment(silent).placed) == ["vision", "audio", "thinker"]
 
 
 @pytest.mark.parametrize(
