@@ -15,19 +15,6 @@ def text_pipeline(name: str) -> Pipeline:
     )
 
 
-def omni_pipeline(name: str, *, speaks: bool) -> Pipeline:
-    """Pictures, films and sounds in; text out, and speech unless the checkpoint has no talker."""
-    encoders = (StageSpec("vision", "encoder"), StageSpec("audio", "encoder"))
-    edges = [Edge("preprocess", encoder.name, "features") for encoder in encoders]
-    edges += [Edge(encoder.name, "thinker", "embeddings") for encoder in encoders]
-    stages = [StageSpec("preprocess", "preprocess"), *encoders, StageSpec("thinker", "lm")]
-    if speaks:
-        stages += [StageSpec("talker", "lm"), StageSpec("vocoder", "vocoder")]
-        edges += [Edge("thinker", "talker", "hidden_states"), Edge("talker", "vocoder", "codec_frames")]
-    terminals = ("thinker", "vocoder") if speaks else ("thinker",)
-    return Pipeline(name=name, stages=tuple(stages), edges=tuple(edges), entry="thinker", terminals=terminals)
-
-
 def vision_pipeline(name: str) -> Pipeline:
     """The thinker takes the prompt first: it asks only for the items that its prefix cache does not cover."""
     return Pipeline(
