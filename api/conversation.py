@@ -1,25 +1,20 @@
-"""OpenAI message shapes to a Conversation: which role may hold what, and media parts with their options."""
+"""OpenAI message shapes to a Conversation: which role may hold what."""
 
 from __future__ import annotations
 
-from typing import TypeVar, get_args
+from typing import get_args
 
 import msgspec
 
-from api.schemas import ChatMessage, ContentPart, ImageUrl, ToolCallPart, ToolDefinition, is_given
-from api.validation import checked, invalid, require_length
+from api.media_parts import MODALITY_OF, MediaTaken, check_kwargs, media_part
+from api.schemas import ChatMessage, ContentPart, MediaKwargs, ToolCallPart, ToolDefinition, is_given
+from api.validation import invalid, require_length
 from contracts.conversation import Conversation, MediaPart, Message, Role, TextPart, ToolCall
-from contracts.errors import BadRequest
-from contracts.media import Detail, MediaOptions, MediaSource
 
 MAX_NAME_CHARS = 256
 MAX_TOOLS = 256
 
-OptionT = TypeVar("OptionT", str, int)
-
 _ROLES: tuple[Role, ...] = get_args(Role)
-_DETAILS: tuple[Detail, ...] = get_args(Detail)
-_OTHER_MEDIA = {"input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "file"}
 _tools_decoder = msgspec.json.Decoder(list[ToolDefinition])
 
 
@@ -30,11 +25,13 @@ def conversation_of(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     input_modalities: tuple[str, ...],
+    media_kwargs: MediaKwargs | None = None,
 ) -> Conversation:
     """Raises BadRequest naming the message and part at fault."""
     if not messages:
         raise invalid("messages", "must hold at least one message")
-    converted = tuple(_message(m, f"messages[{i}]", input_modalities) for i, m in enumerate(messages))
+    taken = MediaTaken(input_modalities, check_kwargs(media_kwargs))
+    converted = tuple(_message(m, f"messages[{i}]", taken) for i, m in enumerate(messages))
     go_on = bool(continue_final_message)
     if go_on and add_generation_prompt:
         raise invalid("continue_final_message", "cannot be combined with add_generation_prompt")
@@ -66,7 +63,7 @@ def tools_json(tools: msgspec.Raw) -> str | None:
     return text if definitions else None
 
 
-def _message(message: ChatMessage, path: str, input_modalities: tuple[str, ...]) -> Message:
+def _message(message: ChatMessage, path: str, taken: MediaTaken) -> Message:
     role = next((known for known in _ROLES if known == message.role), None)
     if role is None:
         raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
@@ -80,7 +77,7 @@ def _message(message: ChatMessage, path: str, input_modalities: tuple[str, ...])
         raise invalid(f"{path}.tool_calls", "only assistant messages may hold tool calls")
     return Message(
         role=role,
-        parts=_parts(message, role, path, input_modalities),
+        parts=_parts(message, role, path, taken),
         name=message.name,
         tool_calls=tuple(
             _tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls or ())
@@ -99,7 +96,7 @@ def _tool_call(call: ToolCallPart, path: str) -> ToolCall:
 
 
 def _parts(
-    message: ChatMessage, role: Role, path: str, input_modalities: tuple[str, ...]
+    message: ChatMessage, role: Role, path: str, taken: MediaTaken
 ) -> tuple[TextPart | MediaPart, ...]:
     path = f"{path}.content"
     content = message.content
@@ -110,12 +107,10 @@ def _parts(
         if role == "assistant" and (message.tool_calls is not None or message.refusal is not None):
             return (TextPart(message.refusal),) if message.refusal else ()
         raise invalid(path, "must be a string or a non-empty list of parts")
-    return tuple(_part(p, role, f"{path}[{i}]", input_modalities) for i, p in enumerate(content))
+    return tuple(_part(p, role, f"{path}[{i}]", taken) for i, p in enumerate(content))
 
 
-def _part(
-    part: ContentPart, role: Role, path: str, input_modalities: tuple[str, ...]
-) -> TextPart | MediaPart:
+def _part(part: ContentPart, role: Role, path: str, taken: MediaTaken) -> TextPart | MediaPart:
     match part.type:
         case "text":
             if part.text is None:
@@ -123,54 +118,13 @@ def _part(
             return TextPart(part.text)
         case "refusal" if role == "assistant":
             return TextPart(part.refusal or "")
-        case "image_url":
-            return _image(part, role, path, input_modalities)
+        case kind if kind in MODALITY_OF:
+            return media_part(part, role, path, taken)
         case None:
             raise invalid(f"{path}.type", "is required")
         case "image":
             raise invalid(f"{path}.type", "unknown content part type 'image'; send 'image_url'")
-        case kind if kind in _OTHER_MEDIA:
-            accepted = ", ".join(input_modalities)
-            raise invalid(
-                f"{path}.type", f"this model takes no {_OTHER_MEDIA[kind]} input; it takes {accepted}"
-            )
+        case "file":
+            raise invalid(f"{path}.type", "files are not taken; send image_url, input_audio or video_url")
         case kind:
             raise invalid(f"{path}.type", f"unknown content part type {kind[:32]!r}")
-
-
-def _image(part: ContentPart, role: Role, path: str, input_modalities: tuple[str, ...]) -> MediaPart:
-    if role != "user":
-        raise invalid(path, f"an image cannot be part of a {role} message; put it into a user message")
-    if "image" not in input_modalities:
-        raise invalid(f"{path}.type", f"this model takes no images; it takes {', '.join(input_modalities)}")
-    image = part.image_url
-    if image is None:
-        raise invalid(f"{path}.image_url", "is required in an image_url part")
-    if isinstance(image, str):
-        image = ImageUrl(url=image)
-    if not image.url or image.url.isspace():
-        raise invalid(f"{path}.image_url.url", "must be a data: or http(s): URL")
-    options = _media_options(part, image, path)
-    return MediaPart(MediaSource(modality="image", url=image.url.strip(), options=options, param=path))
-
-
-def _media_options(part: ContentPart, image: ImageUrl, path: str) -> MediaOptions:
-    """Options may stand in the part or inside image_url; if in both, they must agree."""
-    detail = _one_of(part.detail, image.detail, f"{path}.image_url.detail")
-    known = next((d for d in _DETAILS if d == ("auto" if detail is None else detail)), None)
-    if known is None:
-        raise invalid(f"{path}.image_url.detail", f"must be one of {', '.join(_DETAILS)}")
-    smallest = _one_of(part.min_pixels, image.min_pixels, f"{path}.min_pixels")
-    largest = _one_of(part.max_pixels, image.max_pixels, f"{path}.max_pixels")
-    for name, value in (("min_pixels", smallest), ("max_pixels", largest)):
-        if value is not None:
-            checked("pixels", value, value, param=f"{path}.{name}")
-    if smallest is not None and largest is not None and smallest > largest:
-        raise invalid(f"{path}.min_pixels", "must not be above max_pixels")
-    return MediaOptions(detail=known, min_pixels=smallest, max_pixels=largest)
-
-
-def _one_of(outer: OptionT | None, inner: OptionT | None, param: str) -> OptionT | None:
-    if outer is not None and inner is not None and outer != inner:
-        raise BadRequest(f"`{param}` is given twice with different values", param=param, code="invalid_value")
-    return inner if outer is None else outer

@@ -29,6 +29,36 @@ class ImageUrl(msgspec.Struct, kw_only=True):
     max_pixels: int | None = None
 
 
+class InputAudio(msgspec.Struct, kw_only=True):
+    data: str | None = None  # base64
+    format: str | None = None
+
+
+class AudioUrl(msgspec.Struct, kw_only=True):
+    url: str | None = None
+
+
+class VideoUrl(msgspec.Struct, kw_only=True):
+    url: str | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    use_audio_in_video: bool | None = None
+
+
+class MediaKwargs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `mm_processor_kwargs`: for every media part of the request that does not say otherwise."""
+
+    use_audio_in_video: bool | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
     """A superset of all part types; `type` says which fields count."""
 
@@ -36,9 +66,16 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
     refusal: str | None = None
     image_url: str | ImageUrl | None = None
+    input_audio: InputAudio | None = None
+    audio_url: str | AudioUrl | None = None
+    video_url: str | VideoUrl | None = None
     detail: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    use_audio_in_video: bool | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -130,7 +167,7 @@ class GenerationFields(ModelField, kw_only=True):
     bad_words: msgspec.Raw = ABSENT
     allowed_token_ids: msgspec.Raw = ABSENT
     truncate_prompt_tokens: msgspec.Raw = ABSENT
-    mm_processor_kwargs: msgspec.Raw = ABSENT
+    media_io_kwargs: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
     prompt_embeds: msgspec.Raw = ABSENT
 
@@ -145,6 +182,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     modalities: list[str] | None = None
     tool_choice: str | ToolChoice | None = None
+    mm_processor_kwargs: MediaKwargs | None = None
     # refused by name when given
     audio: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
@@ -155,6 +193,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
     suffix: str | None = None
+    mm_processor_kwargs: msgspec.Raw = ABSENT  # refused: a prompt holds no media
 
 
 class TokenizeRequest(ModelField, kw_only=True):
@@ -177,6 +216,7 @@ class DetokenizeRequest(ModelField, kw_only=True):
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"contains unknown field `(?P<field>[^`]{1,64})")
 _MISSING = re.compile(r"missing required field `(?P<field>\w+)`")
 
 
@@ -200,6 +240,10 @@ def _wrong_type(text: str) -> BadRequest:
     if missing:
         path = f"{path}.{missing['field']}" if path else missing["field"]
         return BadRequest(f"`{path}` is required", param=path, code="missing_required_parameter")
+    unknown = _UNKNOWN.search(reason)
+    if unknown:
+        path = f"{path}.{unknown['field']}" if path else unknown["field"]
+        return BadRequest(f"`{path}` is not known here", param=path, code="unknown_parameter")
     if not reason.startswith("Expected"):
         reason = "the value is out of range or malformed"
     name = f"`{path}`" if path else "the body"

@@ -54,6 +54,8 @@ BOUNDS = {
     "seed": Bounds(-(2**63), 2**64 - 1),
     "priority": Bounds(-(2**31), 2**31 - 1),
     "pixels": Bounds(1, 2**31 - 1),
+    "fps": Bounds(0, 1000, above_low=True),
+    "frames": Bounds(1, 2**31 - 1),
 }
 
 NumberT = TypeVar("NumberT", int, float)
@@ -163,7 +165,7 @@ def check_common(request: GenerationFields) -> None:
         "bad_words": request.bad_words,
         "allowed_token_ids": request.allowed_token_ids,
         "truncate_prompt_tokens": request.truncate_prompt_tokens,
-        "mm_processor_kwargs": request.mm_processor_kwargs,
+        "media_io_kwargs": request.media_io_kwargs,
         "documents": request.documents,
         "prompt_embeds": request.prompt_embeds,
     }
@@ -191,6 +193,8 @@ def check_chat(request: ChatRequest, card: ModelCard) -> None:
 
 def check_completion(request: CompletionRequest) -> None:
     check_common(request)
+    if is_given(request.mm_processor_kwargs):
+        raise unsupported("mm_processor_kwargs", "is for messages that hold media")
     if request.suffix is not None:
         raise unsupported("suffix")
     if request.echo and request.logprobs is not None:

@@ -77,6 +77,7 @@ def _job(api: Api, body: ChatRequest) -> ChatJob:
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         input_modalities=card.input_modalities,
+        media_kwargs=body.mm_processor_kwargs,
     )
     return ChatJob(
         request=GenerationRequest(

@@ -181,7 +181,7 @@ def test_only_user_messages_hold_images(role: str) -> None:
 
 
 def test_model_without_images_says_so() -> None:
-    assert "takes no images" in refused(user(image()), modalities=("text",)).message
+    assert "takes no image input" in refused(user(image()), modalities=("text",)).message
 
 
 def test_tools_go_to_the_template_as_sent() -> None:
