@@ -6,6 +6,7 @@ Shapes: R rows of the step, V vocabulary.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+COMPILE_THREADS = 8
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -100,10 +102,22 @@ class CapturedDecodes:
 
     def capture_all(self) -> int:
         sizes = {bucket(num_rows, self.max_rows) for num_rows in range(1, self.max_rows + 1)}
+        missing = sorted(sizes - self._captured.keys(), reverse=True)
+        if missing:
+            self._compile(missing[0])
+            with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
+                list(threads.map(self._compile, missing[1:]))
         with torch.inference_mode():
-            for size in sorted(sizes - self._captured.keys(), reverse=True):
+            for size in missing:
                 self._capture(size)
         return len(self._captured)
+
+    @torch.inference_mode()
+    def _compile(self, size: int) -> None:
+        """Runs the step once, on the same stream as all others: compiling is what threads share out."""
+        from lm_engine.triton.step import DecodeBuffers
+
+        self._run(DecodeBuffers.allocate(size, self._table))
 
     def _capture(self, size: int) -> _Captured:
         from lm_engine.triton.step import DecodeBuffers

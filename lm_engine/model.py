@@ -104,6 +104,7 @@ class AttentionMetadata:
     max_sequence_length: int
     host_query_starts: tuple[int, ...]  # the same on the host, for the reference path
     host_sequence_lengths: tuple[int, ...]
+    padded: bool = False  # rows follow that belong to no sequence; their attention is zero
 
 
 class AttentionBackend(Protocol):

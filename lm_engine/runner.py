@@ -16,6 +16,7 @@ from contracts.messages import TokenLogprobs
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
+from lm_engine.passes import MixedPasses, make_passes
 from lm_engine.plan import SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler
@@ -51,8 +52,9 @@ class Runner:
         max_length: int,
         cuda_graphs: bool = True,
     ) -> None:
-        """`cuda_graphs`: decode steps are captured on first use and replayed, where device and attention
-        allow."""
+        """`cuda_graphs`: decode steps and small mixed ones are captured on first use and replayed, where
+        device
+        and attention allow."""
         self.model = model
         self.attention = attention
         self.kv = kv
@@ -67,8 +69,10 @@ class Runner:
         self._sample = RowSampler(self.table)
         self._copies = HostCopies(model.device)
         self._graphs: DecodeGraphs | None = None
+        self._passes: MixedPasses | None = None
         if cuda_graphs:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
+            self._passes = make_passes(model, attention, kv, self.table)
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="runner-collect")
 
@@ -78,9 +82,10 @@ class Runner:
 
     def capture_graphs(self) -> int:
         """Captures all graphs now rather than on first use; returns their number. Blocks for seconds."""
-        if self._graphs is None:
+        graphs, passes = self._graphs, self._passes
+        if graphs is None or passes is None:
             return 0
-        return self._launcher.submit(self._graphs.capture_all).result()
+        return self._launcher.submit(lambda: graphs.capture_all() + passes.capture_all()).result()
 
     def close(self) -> None:
         """Finishes what was submitted, then ends both threads."""
@@ -99,9 +104,12 @@ class Runner:
             return _Launched(plan.step_id, (), (), None, None)
         inputs = self.table.step_inputs(plan.sequences)
         hidden_TH, deepstack_KTH = self._embed(inputs, plan)
-        hidden_TH = self.model.forward(
-            hidden_TH, inputs.positions_AT, self.kv, self.attention, inputs.metadata, deepstack_KTH
-        )
+        if self._passes is not None and self._passes.takes(hidden_TH.shape[0], deepstack_KTH):
+            hidden_TH = self._passes.run(hidden_TH, inputs.positions_AT, inputs.metadata)
+        else:
+            hidden_TH = self.model.forward(
+                hidden_TH, inputs.positions_AT, self.kv, self.attention, inputs.metadata, deepstack_KTH
+            )
         if not inputs.host_slots_S:
             return _Launched(plan.step_id, (), (), None, None)
         sampled = self._sample(inputs, self.model.logits(hidden_TH[inputs.last_rows_S]))

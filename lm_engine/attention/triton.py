@@ -83,6 +83,8 @@ class TritonAttention:
         if interpreted():
             block_q = max(64 // block_h, 1)
         out_TX = q_TX.new_empty(num_tokens, heads.num_heads * head_dim)
+        if metadata.padded:
+            out_TX.zero_()
         grid = (num_tokens // block_q + num_sequences, heads.num_kv_heads)
         mixed_attention[grid](
             q_TX,

@@ -20,6 +20,7 @@ class VisionTower(nn.Module, ABC):
     """The mathematics of one family's tower."""
 
     embedding_width: int
+    blocks: nn.ModuleList
 
     @abstractmethod
     def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:

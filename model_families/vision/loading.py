@@ -9,9 +9,11 @@ import torch
 import xxhash
 
 from contracts.specs import MediaSpecs
+from lm_engine.layers.selection import select_kernels
 from model_families.dummy_weights import open_checkpoint
 from model_families.vision.config import VisionConfig
 from model_families.vision.encoder import VisionEncoder, VisionTower
+from model_families.vision.fused import fuse_blocks
 from model_families.vision.weights import VisionName, load_tower
 
 
@@ -28,6 +30,10 @@ def load_vision_encoder(
     """`tower` was built on the meta device. Raises EngineError when the checkpoint does not fit it."""
     with open_checkpoint(folder) as checkpoint:
         fingerprint = load_tower(checkpoint, tower, vision_name, device, dtype)
+    if device.type == "cuda":
+        kernels = select_kernels("auto", device, dtype)
+        if kernels.name == "triton":
+            fuse_blocks(tower.blocks, kernels)
     parts = (
         msgspec.json.encode(config),
         msgspec.json.encode(specs),

@@ -11,6 +11,7 @@ from lm_engine.decoder import Decoder
 from lm_engine.graphs import bucket
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import RopeConfig
+from lm_engine.passes import TOKEN_SIZES
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 from tests.lm_engine.stepping import TIMEOUT_S, Host, greedy
 
@@ -54,6 +55,7 @@ def generate(decoder, kinds, *, graphs, num_steps=40):
         results = [future.result(TIMEOUT_S) for future in futures]
         if graphs:
             assert host.runner._graphs._captured
+            assert host.runner._passes._captured
         table = host.runner.table.token_ids.cpu()
     assert not any(result.failed_slots for result in results)
     drawn = {slot: [s.token_id for r in results for s in r.sampled if s.slot == slot] for slot, _ in counts}
@@ -74,8 +76,8 @@ def test_a_graph_draws_what_the_kernels_draw(decoder, kinds):
 
 def test_all_graphs_are_captured_ahead(decoder):
     with Host(decoder, block_size=16, max_length=160) as host:
-        assert host.runner.capture_graphs() == 4  # 1, 2, 4, 8
-        assert host.runner.capture_graphs() == 4
+        assert host.runner.capture_graphs() == 4 + len(TOKEN_SIZES)  # 1, 2, 4, 8 decodes
+        assert host.runner.capture_graphs() == 4 + len(TOKEN_SIZES)
 
 
 def test_infinite_logits_fail_their_row_alone(decoder):

@@ -18,13 +18,15 @@ from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV, RopeConfig
-from lm_engine.plan import Admission, SequenceStep, StepPlan
+from lm_engine.passes import PaddedPasses
+from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable
 from lm_engine.sampler import Needs, RowParams, sample
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
+from tests.lm_engine.stepping import Host, greedy
 from tests.lm_engine.test_attention import MIXES, Case
 
 torch.set_num_threads(1)
@@ -236,6 +238,29 @@ def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
     assert_near(caches[1].keys, caches[0].keys, torch.float32)
 
 
+@pytest.mark.parametrize("rope", [ROPE, MROPE], ids=["rope", "mrope"])
+def test_a_padded_step_draws_what_the_exact_one_draws(kernels, rope):
+    """Prompts in chunks beside decodes, at the sizes that graphs are captured in."""
+    config = tiny_config(head_dim=16, qkv_bias=True, rope=rope)
+    decoder = Decoder(config, RandomSource(device=DEVICE), kernels)
+    drawn = []
+    for padded in (False, True):
+        with Host(decoder, block_size=16, max_length=128, max_sequences=5, cuda_graphs=False) as host:
+            runner = host.runner
+            if padded:
+                runner._passes = PaddedPasses(decoder, decoder.attention, host.kv, runner.table)
+            results = []
+            for slot, length in enumerate((17, 3, 40)):
+                host.admit(slot, list(range(1, length + 1)), sampling=greedy(logprobs=1), delta=slot)
+            results.append(host.step((0, 17), (1, 3), (2, 20)))
+            results.append(host.step((1, 1), (2, 20), (0, 1)))
+            results += [host.step((2, 1), (0, 1)) for _ in range(2)]
+            drawn.append([(s.slot, s.token_id, s.logprobs.chosen) for r in results for s in r.sampled])
+    plain, ours = ([(slot, token) for slot, token, _ in found] for found in drawn)
+    assert ours == plain
+    np.testing.assert_allclose([x[2] for x in drawn[1]], [x[2] for x in drawn[0]], atol=1e-4)
+
+
 def test_foreign_attention_goes_with_the_kernels(kernels):
     decoder = Decoder(tiny_config(head_dim=16, rope=ROPE), RandomSource(device=DEVICE), kernels)
     case = on_device(Case(LENGTHS["one decode"], block_size=16, heads=4, groups=2, head_dim=16))
@@ -279,7 +304,7 @@ def filled_table(num_axes, block_size=4):
         admissions.append(Admission(5 - i, tokens, length, positions, 2 - i, sampling, seed, blocks))
     table.turn_over((), admissions)
     table.write_admissions(admissions)
-    table.append_blocks(StepPlan(0, (), tuple(admissions), (), (), ()))
+    table.append_blocks(admissions, ())
     return table
 
 
@@ -305,7 +330,7 @@ def pad(packed_4R, size):
 def test_decode_inputs_are_those_of_the_plain_table(num_axes):
     plain, table = filled_table(num_axes), filled_table(num_axes)
     steps = decode_steps(plain)
-    plain.append_blocks(StepPlan(1, (), (), (), tuple(steps), ()))
+    plain.append_blocks((), steps)
     expected = plain.step_inputs(steps)
     buffers = DecodeBuffers.allocate(6, table)
     buffers.packed_4R.copy_(pad(table.pack_decodes(steps), 6))

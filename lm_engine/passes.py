@@ -1,0 +1,158 @@
+"""CUDA graphs of the decoder's pass over a mixed step: all between the embeddings and the last hidden states.
+
+Shapes: T tokens of the step, R rows of the request table, M blocks of a sequence, H hidden, A position axes.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderModel, PagedKV
+from lm_engine.request_table import RequestTable
+
+logger = logging.getLogger(__name__)
+
+# Beyond the last, launching takes less time than computing.
+TOKEN_SIZES = (
+    *(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024),
+    *(1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048),
+)
+
+
+class MixedPasses(Protocol):
+    """Called from one thread, on one stream."""
+
+    def takes(self, num_tokens: int, deepstack_KTH: Tensor | None) -> bool: ...
+
+    def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """As `DecoderModel.forward`; the result is valid until the next call."""
+        ...
+
+    def capture_all(self) -> int:
+        """Captures what is not captured yet; returns the number of graphs."""
+        ...
+
+
+def make_passes(
+    model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+) -> MixedPasses | None:
+    """None where steps cannot be captured: without a GPU, or with attention that plans on the host."""
+    if model.device.type != "cuda" or attention.name != "triton":
+        return None
+    return CapturedPasses(model, attention, kv, table)
+
+
+class PaddedInputs:
+    """A step's inputs at fixed addresses, padded with tokens of no sequence: they attend to nothing and write
+    into the scratch block."""
+
+    def __init__(self, model: DecoderModel, table: RequestTable, max_tokens: int, dtype: torch.dtype) -> None:
+        device, num_rows = table.device, table.max_sequences
+        self.max_length = table.max_length
+        self.hidden_TH = torch.zeros(max_tokens, model.config.hidden_size, dtype=dtype, device=device)
+        axes = model.config.num_position_axes
+        self.positions_AT = torch.zeros(axes, max_tokens, dtype=torch.int64, device=device)
+        self.slots_T = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.starts_R = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self.lengths_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.tables_RM = torch.zeros_like(table.block_tables)
+
+    def write(
+        self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata, num_tokens: int
+    ) -> None:
+        used, (num_rows, num_blocks) = hidden_TH.shape[0], metadata.block_tables.shape
+        assert used <= num_tokens
+        self.hidden_TH[:used].copy_(hidden_TH)
+        self.hidden_TH[used:num_tokens].zero_()
+        self.positions_AT[:, :used].copy_(positions_AT)
+        self.slots_T[:used].copy_(metadata.slot_mapping)
+        self.slots_T[used:num_tokens].zero_()
+        self.starts_R[: num_rows + 1].copy_(metadata.query_starts)
+        self.starts_R[num_rows + 1 :].fill_(used)
+        self.lengths_R[:num_rows].copy_(metadata.sequence_lengths)
+        self.lengths_R[num_rows:].zero_()
+        self.tables_RM[:num_rows, :num_blocks].copy_(metadata.block_tables)
+
+    def metadata(self, num_tokens: int) -> AttentionMetadata:
+        """Of a step of `num_tokens`, padding included, with every row of the table in it."""
+        return AttentionMetadata(
+            query_starts=self.starts_R,
+            sequence_lengths=self.lengths_R,
+            block_tables=self.tables_RM,
+            slot_mapping=self.slots_T[:num_tokens],
+            max_query_length=num_tokens,
+            max_sequence_length=self.max_length,
+            host_query_starts=(),
+            host_sequence_lengths=(),
+            padded=True,
+        )
+
+
+class PaddedPasses:
+    """Runs the padded step without a graph: the plain path of `CapturedPasses`."""
+
+    def __init__(
+        self, model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+    ) -> None:
+        self._model, self._attention, self._kv = model, attention, kv
+        probe_1H = model.embed(torch.zeros(1, dtype=torch.int64, device=table.device))
+        self._inputs = PaddedInputs(model, table, TOKEN_SIZES[-1], probe_1H.dtype)
+
+    def takes(self, num_tokens: int, deepstack_KTH: Tensor | None) -> bool:
+        return deepstack_KTH is None and num_tokens <= TOKEN_SIZES[-1]
+
+    def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
+        num_tokens = hidden_TH.shape[0]
+        size = next(size for size in TOKEN_SIZES if size >= num_tokens)
+        self._inputs.write(hidden_TH, positions_AT, metadata, size)
+        return self._forward(size)[:num_tokens]
+
+    def capture_all(self) -> int:
+        return 0
+
+    def _forward(self, size: int) -> Tensor:
+        inputs = self._inputs
+        return self._model.forward(
+            inputs.hidden_TH[:size],
+            inputs.positions_AT[:, :size],
+            self._kv,
+            self._attention,
+            inputs.metadata(size),
+        )
+
+
+class CapturedPasses(PaddedPasses):
+    """Borrows model, cache and table; their memory must stay where it is."""
+
+    def __init__(
+        self, model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+    ) -> None:
+        super().__init__(model, attention, kv, table)
+        self._device = table.device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def capture_all(self) -> int:
+        with torch.inference_mode():
+            for size in sorted(set(TOKEN_SIZES) - self._captured.keys(), reverse=True):
+                self._capture(size)
+        return len(self._captured)
+
+    def _forward(self, size: int) -> Tensor:
+        graph, hidden_TH = self._captured.get(size) or self._capture(size)
+        graph.replay()
+        return hidden_TH
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        super()._forward(size)  # compiles what is new, which a capture must not
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (encoders, copies) may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden_TH = super()._forward(size)
+        self._captured[size] = graph, hidden_TH
+        return self._captured[size]
