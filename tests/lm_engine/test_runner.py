@@ -346,7 +346,7 @@ def test_wrong_plans_are_refused(decoder):
         host.release(1)
         host.admit(0, prompt(8))
         piece = SpanPiece(0, 2, 4, torch.zeros(4, 23), 0)
-        with pytest.raises(AssertionError, match="shape"):
+        with pytest.raises(AssertionError, match="width"):
             host.step((0, 8), pieces=(piece,))
         host.release(0)
         host.admit(0, prompt(8))
