@@ -21,6 +21,7 @@ class FeatureRef(msgspec.Struct, frozen=True):
     nbytes: int
     dtype: str  # numpy name: "uint8", "float32"
     shape: tuple[int, ...]
+    columns: tuple[int, int] | None = None  # the part [start, end) of the last axis that is meant; None: all
 
 
 class MediaOptions(msgspec.Struct, frozen=True):

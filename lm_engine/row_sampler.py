@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from contracts.params import SamplingParams
+from lm_engine.logits_rule import History, LogitsRule
 from lm_engine.request_table import RequestTable, SampledRows
 from lm_engine.sampler import Adjustments, LogprobsWanted, Needs, Penalties, RowParams, Sampled, sample
 
@@ -16,13 +17,16 @@ from lm_engine.sampler import Adjustments, LogprobsWanted, Needs, Penalties, Row
 class RowSampler:
     """Borrows the table."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: RequestTable, rule: LogitsRule | None = None) -> None:
         self.table = table
+        self._rule = rule
 
     def __call__(self, inputs: SampledRows, logits_SV: Tensor) -> Sampled:
         """Spends `logits_SV` (float32)."""
         rows = [self.table.rows[slot] for slot in inputs.host_slots_S]
         params = [row.sampling for row in rows]
+        if self._rule is not None:
+            logits_SV = self._rule.apply(logits_SV, self._history(inputs))
         temperature_S, top_p_S, min_p_S, *_ = self.table.floats[inputs.slots_S].unbind(1)
         row_params = RowParams(
             temperature_R=temperature_S,
@@ -39,6 +43,14 @@ class RowSampler:
             self._adjustments(inputs),
             self._penalties(inputs, params),
             self._logprobs_wanted(params),
+        )
+
+    def _history(self, inputs: SampledRows) -> History:
+        longest = max(inputs.host_next_index_S)
+        return History(
+            tokens_SL=self.table.token_ids[inputs.slots_S, :longest].long(),
+            lengths_S=inputs.next_index_S,
+            num_prompt_S=self.table.num_prompt[inputs.slots_S],
         )
 
     def _adjustments(self, inputs: SampledRows) -> Adjustments | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from contracts.messages import TokenLogprobs
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
+from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.passes import MixedPasses, make_passes
 from lm_engine.plan import SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
@@ -51,10 +52,10 @@ class Runner:
         max_sequences: int,
         max_length: int,
         cuda_graphs: bool = True,
+        rule: LogitsRule | None = None,
     ) -> None:
         """`cuda_graphs`: decode steps and small mixed ones are captured on first use and replayed, where
-        device
-        and attention allow."""
+        device and attention allow. `rule`: what the model's family forbids as the next token."""
         self.model = model
         self.attention = attention
         self.kv = kv
@@ -66,11 +67,11 @@ class Runner:
             block_size=kv.block_size,
             device=model.device,
         )
-        self._sample = RowSampler(self.table)
+        self._sample = RowSampler(self.table, rule)
         self._copies = HostCopies(model.device)
         self._graphs: DecodeGraphs | None = None
         self._passes: MixedPasses | None = None
-        if cuda_graphs:
+        if cuda_graphs and rule is None:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
             self._passes = make_passes(model, attention, kv, self.table)
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch")

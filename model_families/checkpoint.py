@@ -51,7 +51,7 @@ def checkpoint_error(message: str) -> EngineError:
 
 def read_config(folder: Path, kind: type[T]) -> T:
     """config.json decoded into a msgspec struct; fields that it does not name are ignored."""
-    return _read_json(folder / CONFIG_FILE, kind)
+    return read_json(folder / CONFIG_FILE, kind)
 
 
 class Checkpoint:
@@ -118,7 +118,7 @@ class Checkpoint:
         """Maps every tensor to its file and opens every file once, so that a missing shard shows at once."""
         index = self.folder / INDEX_FILE
         if index.exists():
-            file_of = _read_json(index, _ShardIndex).weight_map
+            file_of = read_json(index, _ShardIndex).weight_map
         elif (self.folder / SINGLE_FILE).exists():
             file_of = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
@@ -146,7 +146,7 @@ class Checkpoint:
         return self._files[self._file_of[name]]
 
 
-def _read_json(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, kind: type[T]) -> T:
     if not path.exists():
         raise checkpoint_error(f"{path.parent} has no {path.name}")
     try:

@@ -12,9 +12,11 @@ from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
+from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from lm_engine.talker.model import TalkerModel
 from model_families.text import ChatTokenizer
+from model_families.transcription import Transcriber
 from vocoder.model import VocoderModel
 
 
@@ -29,6 +31,7 @@ class Family(Protocol):
     media_specs: MediaSpecs
     context_length: int
     eos_token_ids: tuple[int, ...]
+    transcriber: Transcriber | None  # None: not a model for transcriptions; else it does nothing else
     speech: SpeechSpec | None  # None: it does not speak
     talker_config: DecoderConfig | None  # ditto
 
@@ -49,6 +52,10 @@ class Family(Protocol):
         ...
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel: ...
+
+    def logits_rule(self, device: torch.device) -> LogitsRule | None:
+        """What binds the next token beside the model's own logits."""
+        ...
 
     def load_talker(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> TalkerModel:
         """Raises when `speech` is None."""

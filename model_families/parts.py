@@ -13,10 +13,13 @@ from contracts.media import Modality
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
-from lm_engine.model import DecoderConfig, Kernels
+from lm_engine.logits_rule import LogitsRule
+from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from lm_engine.talker.model import TalkerModel
 from model_families.decoder_weights import TextName
 from model_families.processing import Processor
+from model_families.text import ChatTokenizer
+from model_families.transcription import Transcriber
 from vocoder.model import VocoderModel
 
 
@@ -24,6 +27,12 @@ class LoadEncoder(Protocol):
     def __call__(
         self, folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype
     ) -> EncoderModel: ...
+
+
+class LoadDecoder(Protocol):
+    def __call__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, kernels: Kernels
+    ) -> DecoderModel: ...
 
 
 class LoadTalker(Protocol):
@@ -50,13 +59,16 @@ class SpeechParts:
 @dataclass(frozen=True)
 class FamilyParts:
     """`model_types`: of config.json, beside the family's name. `architectures`: names there that stand for
-    the family when its type does not."""
+    the family when its type does not. `load_decoder`: where the family's decoder is not the common one."""
 
     pipeline: Pipeline
     architectures: tuple[str, ...]
     open_processor: Callable[[Path], Processor]
     read_decoder_config: Callable[[Path], DecoderConfig]
     text_name: TextName
+    load_decoder: LoadDecoder | None = None
+    logits_rule: Callable[[Path, torch.device], LogitsRule] | None = None
+    transcriber: Callable[[Path, ChatTokenizer], Transcriber] | None = None
     encoders: Mapping[str, LoadEncoder] = field(default_factory=dict)  # by stage
     speech: SpeechParts | None = None
     model_types: tuple[str, ...] = ()

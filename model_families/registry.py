@@ -15,6 +15,7 @@ from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
+from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
 from lm_engine.talker.model import TalkerModel
 from model_families import decoder_weights
@@ -31,10 +32,13 @@ from model_families.qwen3.parts import PARTS as QWEN3
 from model_families.qwen3_vl.parts import PARTS as QWEN3_VL
 from model_families.qwen3_vl_moe.parts import PARTS as QWEN3_VL_MOE
 from model_families.text import ChatTokenizer, HFChatTokenizer
+from model_families.transcription import Transcriber
+from model_families.whisper.parts import PARTS as WHISPER
 from vocoder.model import VocoderModel
 
 FAMILIES = {
-    parts.name: parts for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)
+    parts.name: parts
+    for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, WHISPER)
 }
 GENERATION_FILE = "generation_config.json"
 
@@ -71,6 +75,7 @@ class OpenFamily:
     folder: Path
     parts: FamilyParts
     processor: Processor
+    transcriber: Transcriber | None
     speech: SpeechSpec | None
     talker_config: DecoderConfig | None
 
@@ -86,6 +91,8 @@ class OpenFamily:
         return self.parts.encoders[stage](self.folder, self.media_specs, device, dtype)
 
     def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel:
+        if self.parts.load_decoder is not None:
+            return self.parts.load_decoder(self.folder, device, dtype, kernels)
         with open_checkpoint(self.folder) as checkpoint:
             return decoder_weights.load_decoder(
                 checkpoint,
@@ -95,6 +102,10 @@ class OpenFamily:
                 dtype=dtype,
                 kernels=kernels,
             )
+
+    def logits_rule(self, device: torch.device) -> LogitsRule | None:
+        make = self.parts.logits_rule
+        return None if make is None else make(self.folder, device)
 
     def load_talker(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> TalkerModel:
         return self._speech_parts.load_talker(self.folder, device, dtype, kernels)
@@ -118,13 +129,14 @@ def open_family(folder: Path) -> Family:
     parts.pipeline.validate()
     processor = parts.open_processor(folder)
     decoder_config = parts.read_decoder_config(folder)
+    tokenizer = HFChatTokenizer(folder, parts.placeholders)
     speech = None if parts.speech is None else parts.speech.read_spec(folder)
     return OpenFamily(
         name=parts.name,
         pipeline=parts.pipeline
         if parts.speech is None or speech is not None
         else parts.speech.silent_pipeline,
-        tokenizer=HFChatTokenizer(folder, parts.placeholders),
+        tokenizer=tokenizer,
         decoder_config=decoder_config,
         media_specs=processor.media_specs,
         context_length=decoder_config.max_position,
@@ -132,6 +144,7 @@ def open_family(folder: Path) -> Family:
         folder=folder,
         parts=parts,
         processor=processor,
+        transcriber=None if parts.transcriber is None else parts.transcriber(folder, tokenizer),
         speech=speech,
         talker_config=None
         if speech is None or parts.speech is None

@@ -47,7 +47,12 @@ def build_lm_engine(
     capacity = _kv_capacity(model, config, plan, context_length)
     kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
     runner = Runner(
-        model, model.attention, kv, max_sequences=step_bounds(config).max_sequences, max_length=context_length
+        model,
+        model.attention,
+        kv,
+        max_sequences=step_bounds(config).max_sequences,
+        max_length=context_length,
+        rule=family.logits_rule(device),
     )
     num_graphs = runner.capture_graphs()
     engine = LMEngine(

@@ -55,7 +55,10 @@ class EncoderStage:
         return []
 
     def _features(self, ref: FeatureRef | None) -> Tensor | None:
-        return None if ref is None else tensor_over(self._read(ref))
+        if ref is None:
+            return None
+        features = tensor_over(self._read(ref))
+        return features if ref.columns is None else features[..., slice(*ref.columns)]
 
     def accept(self, chunk: Chunk) -> list[FromStage]:
         raise AssertionError(f"stage {self._name} takes no chunks")

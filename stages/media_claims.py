@@ -44,6 +44,11 @@ class MediaClaim:
                 self._processed = await self._registry.preprocessor.materialize(self._resolved)
             return self.pin()
 
+    def unpin(self) -> None:
+        """Nobody reads the features now; they may be pinned again, or taken back."""
+        if self._processed is not None:
+            self._registry.idle(self)
+
     def release(self) -> None:
         self._registry.forget(self)
         if self._processed is not None:
@@ -68,9 +73,13 @@ class ClaimRegistry:
         """Takes over the features that `resolved` holds."""
         claim = MediaClaim(self, resolved)
         if claim.holds_features:
-            self._idle[claim] = None
-            self.relieve()
+            self.idle(claim)
         return claim
+
+    def idle(self, claim: MediaClaim) -> None:
+        """Its features may be taken back from now on."""
+        self._idle[claim] = None
+        self.relieve()
 
     def forget(self, claim: MediaClaim) -> None:
         self._idle.pop(claim, None)

@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from preprocess.service import Preprocessor
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment
 from stages.media_claims import ClaimRegistry, MediaClaim
+from stages.recording import Recording
 from stages.service import (
     UNLIMITED,
     AudioChunk,
@@ -35,15 +36,22 @@ from stages.service import (
     GenerationRequest,
     ModelCard,
     PromptReady,
+    RecordingReady,
     SpeechOptions,
     StageHealth,
     Tokens,
+    TranscriptionEvent,
+    TranscriptionRequest,
     WorkerInfo,
 )
 from stages.speech_orders import check_speech, speech_order
+from stages.transcription import transcribe
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
+
+
+EventT = TypeVar("EventT")
 
 
 class WorkerTable(Protocol):
@@ -81,15 +89,31 @@ class OmniService:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """See `stages.service.Service.generate`."""
+        request_id = f"req-{uuid.uuid4().hex}"
+        events = self._bounded(request_id, request.timeout_s, self._generate(request_id, request))
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
+        """See `stages.service.Service.transcribe`."""
+        request_id = f"req-{uuid.uuid4().hex}"
+        events = self._bounded(request_id, request.timeout_s, self._transcribe(request_id, request))
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    async def _bounded(
+        self, request_id: str, timeout_s: float | None, events: AsyncGenerator[EventT, None]
+    ) -> AsyncGenerator[EventT, None]:
+        """The events of a request that counts among the open ones and has so much time."""
         bound = self._deployment.server.max_requests
         if self._num_open >= bound:
             raise TooManyRequests(f"{bound} requests are open already; try again later", retry_after_s=1.0)
         self._num_open += 1
-        request_id = f"req-{uuid.uuid4().hex}"
-        timeout_s = request.timeout_s or self._deployment.server.request_timeout_s
+        timeout_s = timeout_s or self._deployment.server.request_timeout_s
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         try:
-            events = self._generate(request_id, request)
             async with contextlib.aclosing(events):
                 while True:
                     try:
@@ -104,7 +128,36 @@ class OmniService:
         finally:
             self._num_open -= 1
 
+    async def _transcribe(
+        self, request_id: str, request: TranscriptionRequest
+    ) -> AsyncGenerator[TranscriptionEvent, None]:
+        transcriber = self._family.transcriber
+        if transcriber is None:
+            raise BadRequest(
+                f"{self.card.names[0]} does not transcribe", param="model", code="unsupported_model"
+            )
+        self._check_sources([request.source])
+        claims = await self._claim(request.source)
+        assert len(claims) == 1, "a recording is one item"
+        recording = Recording(claims[0])
+        try:
+            yield RecordingReady(request_id=request_id, duration_s=recording.item.duration_s)
+            events = transcribe(
+                self._family, transcriber, self._coordinator, request_id, recording, request.options
+            )
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            recording.close()
+
     async def _generate(self, request_id: str, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        if self._family.transcriber is not None:
+            raise BadRequest(
+                f"{self.card.names[0]} only transcribes; use /v1/audio/transcriptions",
+                param="model",
+                code="unsupported_model",
+            )
         if request.speech is not None:
             check_speech(self._speech, request.speech, request.sampling, self.card.names[0])
         claims = await self._resolve(request.input)

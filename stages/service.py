@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from contracts.conversation import Conversation
+from contracts.media import MediaSource
 from contracts.messages import FinishReason, IntegrityReport, SampleDelta
 from contracts.params import SamplingParams
+from contracts.transcription import TranscriptEvent, TranscriptionOptions
 
 if TYPE_CHECKING:
     from model_families.text import ChatTokenizer
@@ -27,6 +29,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     description: str = ""
     voices: tuple[str, ...] = ()  # the first is the default; empty: the model does not speak
     sample_rate: int | None = None  # of the speech, Hz
+    transcribes: bool = False  # made for /v1/audio/transcriptions, and for nothing else
 
 
 class SpeechOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +89,22 @@ class AudioChunk(msgspec.Struct, frozen=True, kw_only=True):
 Event = PromptReady | Tokens | AudioChunk
 
 
+class TranscriptionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    source: MediaSource
+    options: TranscriptionOptions
+    timeout_s: float | None = None
+
+
+class RecordingReady(msgspec.Struct, frozen=True, kw_only=True):
+    """First event of a transcription: the recording is decoded and the options are accepted."""
+
+    request_id: str
+    duration_s: float
+
+
+TranscriptionEvent = RecordingReady | TranscriptEvent
+
+
 class StageHealth(msgspec.Struct, frozen=True):
     stage: str
     state: str  # "starting" | "ready" | "failed" | "stopped"
@@ -117,6 +136,12 @@ class Service(Protocol):
         Raises OmnistageError: before PromptReady for bad input or a full queue, later for a failed stage.
         Closing the iterator early (or cancelling its task) aborts the request in every stage.
         """
+        ...
+
+    def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
+        """Yields RecordingReady, then the transcript's events to the recording's end. Errors and closing as
+        for
+        `generate`; BadRequest where the model does not transcribe."""
         ...
 
     def stop_sample(self, request_id: str, sample: int) -> None:

@@ -1,0 +1,46 @@
+"""What is asked of a transcription and what it tells, piece by piece."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`language`: an ISO 639-1 code, None to have it detected. `prompt`: text that may have gone before, for
+    names and style. `timestamps`: segments with times are wanted."""
+
+    language: str | None = None
+    task: Literal["transcribe", "translate"] = "transcribe"
+    prompt: str = ""
+    temperature: float = 0.0
+    seed: int = 0
+    timestamps: bool = False
+
+
+class TranscriptLanguage(msgspec.Struct, frozen=True):
+    """The language of what follows, given or detected; comes once, before any text."""
+
+    language: str
+
+
+class TranscriptText(msgspec.Struct, frozen=True):
+    """New text; all of them together are the transcript. Of a recording in segments each comes with its
+    segment, before it."""
+
+    text: str
+
+
+class TranscriptSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of speech. `window_start_s`: where the window that it was heard in begins."""
+
+    start_s: float
+    end_s: float
+    window_start_s: float
+    text: str
+    token_ids: tuple[int, ...]
+    avg_logprob: float
+
+
+TranscriptEvent = TranscriptLanguage | TranscriptText | TranscriptSegment

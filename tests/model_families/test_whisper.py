@@ -1,0 +1,337 @@
+"""Whisper over the paged engine against `transformers`: greedy text, suppression, timestamps, long
+recordings."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.digests import ContentDigest
+from contracts.errors import BadRequest
+from contracts.media import MediaItem
+from contracts.messages import EmbeddingsNeeded, Generate, Generated
+from contracts.specs import MediaSpecs
+from contracts.transcription import (
+    TranscriptionOptions,
+    TranscriptLanguage,
+    TranscriptSegment,
+    TranscriptText,
+)
+from encoder_pool.model import EncoderInput
+from lm_engine.config import EngineConfig
+from lm_engine.engine import LMEngine
+from lm_engine.memory import allocate_kv
+from lm_engine.model import Kernels
+from lm_engine.runner import Runner
+from model_families.text import HFChatTokenizer
+from model_families.transcription import Ask, Recognition
+from model_families.whisper.config import read_generation, read_whisper_config
+from model_families.whisper.encoder import load_encoder
+from model_families.whisper.processor import open_processor
+from model_families.whisper.rules import WhisperRule
+from model_families.whisper.transcription import WhisperTranscriber
+from model_families.whisper.weights import load_decoder
+from tests.tiny_whisper import (
+    NUM_MELS,
+    WINDOW_FRAMES,
+    WINDOW_POSITIONS,
+    build_tiny_whisper,
+    reference_transcription,
+    reference_whisper,
+)
+
+CPU = torch.device("cpu")
+TRANSCRIBE = {"language": "de", "task": "transcribe"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return build_tiny_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+def mel(num_frames: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(NUM_MELS, num_frames, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Heard:
+    language: str = ""
+    text: str = ""
+    segments: list[TranscriptSegment] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of the last window
+
+
+class Listener:
+    """The parts of a Whisper server without the server: encoder, engine and the recognitions they run."""
+
+    def __init__(
+        self, folder: Path, *, block_size: int = 16, kernels: Kernels = "reference", **config: int | bool
+    ) -> None:
+        self.config = read_whisper_config(folder)
+        self.processor = open_processor(folder)
+        self.encoder = load_encoder(folder, MediaSpecs(), CPU, torch.float32)
+        generation = read_generation(folder)
+        self.transcriber = WhisperTranscriber(self.config, generation, HFChatTokenizer(folder))
+        model = load_decoder(folder, CPU, torch.float32, kernels)
+        context = self.config.max_source_positions + self.config.max_target_positions
+        num_blocks = int(config.pop("num_blocks", 129))
+        settings: dict[str, int | bool] = {"max_step_tokens": 64, "max_sequences": 8, "overlap": True}
+        kv = allocate_kv(model.config, num_blocks, block_size, torch.float32, CPU)
+        rule = WhisperRule(generation, self.config.vocab_size, CPU)
+        self.engine = LMEngine(
+            EngineConfig(
+                num_blocks=num_blocks,
+                context_length=context,
+                eos_token_ids=(generation.eos_token_id,),
+                block_size=block_size,
+                embedding_width=self.config.d_model,
+                **(settings | config),  # type: ignore[arg-type]
+            ),
+            Runner(model, model.attention, kv, max_sequences=8, max_length=context, rule=rule),
+            self.processor.positions,
+        )
+
+    def assert_clean(self) -> None:
+        assert self.engine.check_integrity() is None
+        assert self.engine.is_idle()
+
+    def hear(self, *jobs: tuple[torch.Tensor, TranscriptionOptions]) -> list[Heard]:
+        """All recordings at the same time."""
+        heard = [Heard() for _ in jobs]
+        asyncio.run(self._hear(jobs, heard))
+        return heard
+
+    async def _hear(
+        self, jobs: Sequence[tuple[torch.Tensor, TranscriptionOptions]], heard: list[Heard]
+    ) -> None:
+        running: dict[str, tuple[int, Recognition, torch.Tensor]] = {}
+        for index, (features, options) in enumerate(jobs):
+            recognition = self.transcriber.start(options, features.shape[1], features.shape[1] / 100)
+            self._go_on(f"{index}.0", index, recognition, features, running)
+        while running or not self.engine.is_idle():
+            assert self.engine.has_work(), self.engine.stats()
+            for message in (await self.engine.step()).messages:
+                index, recognition, features = running[message.request_id]
+                if isinstance(message, EmbeddingsNeeded):
+                    self.engine.embeddings_ready(message.request_id, 0, self._encode(message.request_id))
+                    continue
+                assert isinstance(message, Generated), message
+                (delta,) = message.deltas
+                heard[index].token_ids += delta.token_ids
+                for event in recognition.take(delta):
+                    match event:
+                        case TranscriptLanguage(language):
+                            heard[index].language = language
+                        case TranscriptText(text):
+                            heard[index].text += text
+                        case TranscriptSegment():
+                            heard[index].segments.append(event)
+                if delta.finish_reason is not None:
+                    del running[message.request_id]
+                    self._go_on(message.request_id + "+", index, recognition, features, running)
+                    if any(i == index for i, *_ in running.values()):
+                        heard[index].token_ids = []
+
+    def _go_on(
+        self,
+        request_id: str,
+        index: int,
+        recognition: Recognition,
+        features: torch.Tensor,
+        running: dict[str, tuple[int, Recognition, torch.Tensor]],
+    ) -> None:
+        ask = recognition.next_ask()
+        if ask is None:
+            return
+        running[request_id] = (index, recognition, features)
+        self.windows[request_id] = features[:, ask.start : ask.end]
+        item = self._item(ask, features)
+        prompt = self.processor.layout(list(ask.token_ids), [item])
+        self.engine.add(Generate(request_id=request_id, prompt=prompt, sampling=ask.sampling))
+
+    @property
+    def windows(self) -> dict[str, torch.Tensor]:
+        return self.__dict__.setdefault("_windows", {})
+
+    def _item(self, ask: Ask, features: torch.Tensor) -> MediaItem:
+        content = features[:, ask.start : ask.end].contiguous().numpy().tobytes()
+        digest = ContentDigest(hashlib.md5(content).digest())
+        return MediaItem(
+            modality="audio", bytes_digest=digest, pixel_digest=digest, num_tokens=WINDOW_POSITIONS
+        )
+
+    def _encode(self, request_id: str) -> torch.Tensor:
+        item = EncoderInput("audio", self.windows[request_id], (0, 0, 0), WINDOW_POSITIONS)
+        return self.encoder.encode([item])[0]
+
+
+Listening = Callable[..., Listener]
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    """Makes listeners, and closes them at the end in whatever state they are."""
+    made: list[Listener] = []
+
+    def make(*args: Any, **options: Any) -> Listener:
+        made.append(Listener(*args, **options))
+        return made[-1]
+
+    yield make
+    for listener in made:
+        listener.engine.close()
+
+
+def options_of(**changes: object) -> TranscriptionOptions:
+    return TranscriptionOptions(**({"language": "de"} | changes))  # type: ignore[arg-type]
+
+
+def test_the_encoder_equals_the_reference(folder: Path) -> None:
+    encoder = load_encoder(folder, MediaSpecs(), CPU, torch.float32)
+    windows = [mel(WINDOW_FRAMES, seed=1), mel(37, seed=2)]
+    ours = encoder.encode([EncoderInput("audio", w, (0, 0, 0), WINDOW_POSITIONS) for w in windows])
+    for window, embeddings in zip(windows, ours, strict=True):
+        padded = torch.nn.functional.pad(window, (0, WINDOW_FRAMES - window.shape[1]))
+        with torch.no_grad():
+            theirs = reference_whisper(folder).model.encoder(padded[None]).last_hidden_state[0]
+        torch.testing.assert_close(embeddings, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("block_size", "kernels"), [(10, "reference"), (16, "auto")])
+def test_plain_text_equals_the_reference(
+    folder: Path, block_size: int, kernels: Kernels, listening: Listening
+) -> None:
+    """With a prefix that ends at a block's end, and inside one."""
+    listener = listening(folder, block_size=block_size, kernels=kernels)
+    recordings = [mel(WINDOW_FRAMES, seed) for seed in range(3)]
+    together = listener.hear(*((r, options_of()) for r in recordings))
+    for recording, heard in zip(recordings, together, strict=True):
+        theirs = reference_transcription(folder, recording, **TRANSCRIBE)
+        assert [t for t in heard.token_ids if t != listener.transcriber.generation.eos_token_id] == theirs
+        assert heard.text == reference_text(listener, theirs)
+    assert len({heard.text for heard in together}) > 1
+    listener.assert_clean()
+
+
+def reference_text(listener: Listener, token_ids: Sequence[int]) -> str:
+    text_ids = [t for t in token_ids if t < listener.transcriber.generation.eos_token_id]
+    return listener.transcriber.tokenizer.decode(text_ids)
+
+
+@pytest.mark.parametrize("num_frames", [WINDOW_FRAMES, 250])
+def test_timestamps_and_long_recordings_equal_the_reference(
+    folder: Path, num_frames: int, listening: Listening
+) -> None:
+    listener = listening(folder)
+    recording = mel(num_frames, seed=num_frames)
+    (heard,) = listener.hear((recording, options_of(timestamps=True)))
+    theirs = reference_transcription(folder, recording, **TRANSCRIBE, return_timestamps=True)
+    assert_same_segments(listener, heard, theirs)
+    assert heard.text == "".join(s.text for s in heard.segments)
+    listener.assert_clean()
+
+
+def assert_same_segments(listener: Listener, heard: Heard, theirs: list[dict[str, torch.Tensor]]) -> None:
+    times = [(s.start_s, s.end_s) for s in heard.segments]
+    assert times == [(round(float(s["start"]), 2), round(float(s["end"]), 2)) for s in theirs]
+    texts = [s.text for s in heard.segments]
+    assert texts == [reference_text(listener, s["tokens"].tolist()) for s in theirs]
+    for ours, their in zip(heard.segments, theirs, strict=True):
+        # Of a window's last segment the reference keeps the start of the one it drops.
+        assert list(ours.token_ids) == their["tokens"].tolist()[: len(ours.token_ids)]
+
+
+def test_a_long_recording_needs_no_asking_for_timestamps(folder: Path, listening: Listening) -> None:
+    listener = listening(folder)
+    recording = mel(250, seed=5)
+    plain, timed = listener.hear((recording, options_of()), (recording, options_of(timestamps=True)))
+    assert said(plain) == said(timed)
+    assert len({s.window_start_s for s in plain.segments}) > 1
+    listener.assert_clean()
+
+
+def test_the_language_is_detected(folder: Path, listening: Listening) -> None:
+    listener = listening(folder)
+    recordings = [mel(WINDOW_FRAMES, seed) for seed in range(4)]
+    heard = listener.hear(*((r, options_of(language=None)) for r in recordings))
+    reference = reference_whisper(folder)
+    codes = {i: name.strip("<|>") for name, i in reference.generation_config.lang_to_id.items()}
+    for recording, ours in zip(recordings, heard, strict=True):
+        assert ours.language == codes[int(reference.detect_language(recording[None]))]
+        theirs = reference_transcription(folder, recording, task="transcribe", language=ours.language)
+        assert ours.text == reference_text(listener, theirs)
+    assert len({ours.language for ours in heard}) > 1
+    listener.assert_clean()
+
+
+def test_a_prompt_and_a_task_change_the_answer_as_in_the_reference(
+    folder: Path, listening: Listening
+) -> None:
+    listener = listening(folder)
+    recording = mel(130, seed=9)
+    start = listener.transcriber.generation.prompt_start
+    assert start is not None
+    prompt_ids = torch.tensor([start, *listener.transcriber.tokenizer.encode(" hello there")])
+    cases = {
+        "plain": (options_of(timestamps=True), {}),
+        "prompt": (options_of(timestamps=True, prompt=" hello there "), {"prompt_ids": prompt_ids}),
+        "translate": (options_of(timestamps=True, task="translate"), {"task": "translate"}),
+    }
+    heard = listener.hear(*((recording, options) for options, _ in cases.values()))
+    for ours, (_, changes) in zip(heard, cases.values(), strict=True):
+        theirs = reference_transcription(folder, recording, **(TRANSCRIBE | changes), return_timestamps=True)
+        assert_same_segments(listener, ours, theirs)
+    assert len({ours.text for ours in heard}) == len(cases)
+    listener.assert_clean()
+
+
+def said(heard: Heard) -> tuple[object, ...]:
+    """All but the probabilities, whose last bits depend on the batch."""
+    return heard.language, heard.text, [(s.start_s, s.end_s, s.token_ids) for s in heard.segments]
+
+
+def test_the_schedule_changes_nothing(folder: Path, listening: Listening) -> None:
+    """Chunked prefills, batches, preemption in a cache for little more than one, and hits in it."""
+    jobs = [
+        (mel(130, seed), options_of(timestamps=seed % 2 == 0, language=None if seed == 3 else "fr"))
+        for seed in range(4)
+    ]
+    roomy = listening(folder)
+    alone = [said(roomy.hear(job)[0]) for job in jobs]
+    assert [said(heard) for heard in roomy.hear(*jobs)] == alone
+    roomy.assert_clean()
+    for tight in (
+        listening(folder, max_step_tokens=13, long_prefill_cap=9, max_step_visual_tokens=9),
+        listening(folder, block_size=4, num_blocks=34, prefix_cache=False),
+    ):
+        assert [said(heard) for heard in tight.hear(*jobs[::-1])] == alone[::-1]
+        tight.assert_clean()
+
+
+def test_an_english_model_says_so(tmp_path: Path, listening: Listening) -> None:
+    listener = listening(build_tiny_whisper(tmp_path / "en", seed=3, multilingual=False))
+    recording = mel(180, seed=2)
+    (heard,) = listener.hear((recording, TranscriptionOptions(timestamps=True)))
+    theirs = reference_transcription(tmp_path / "en", recording, return_timestamps=True)
+    assert_same_segments(listener, heard, theirs)
+    assert heard.language == "en"
+    for options in (TranscriptionOptions(language="de"), TranscriptionOptions(task="translate")):
+        with pytest.raises(BadRequest):
+            listener.transcriber.start(options, 100, 1.0)
+    listener.assert_clean()
+
+
+def test_an_unknown_language_is_refused_by_name(folder: Path, listening: Listening) -> None:
+    listener = listening(folder)
+    with pytest.raises(BadRequest, match="de, en, fr") as caught:
+        listener.transcriber.start(options_of(language="klingon"), 100, 1.0)
+    assert caught.value.param == "language"
+    listener.assert_clean()
