@@ -44,7 +44,7 @@ from stages.service import (
     TranscriptionRequest,
     WorkerInfo,
 )
-from stages.speech_orders import check_speech, speech_order
+from stages.speech_orders import SpeechDesk
 from stages.transcription import transcribe
 
 # Longer conversations are tokenised off the event loop.
@@ -74,7 +74,7 @@ class OmniService:
         self.card = card
         self.tokenizer: ChatTokenizer = family.tokenizer
         self._family = family
-        self._speech = family.speech
+        self._speech = SpeechDesk(family.speech, deployment, card.names[0])
         self._deployment = deployment
         self._coordinator = coordinator
         self._workers = workers
@@ -158,44 +158,46 @@ class OmniService:
                 param="model",
                 code="unsupported_model",
             )
-        if request.speech is not None:
-            check_speech(self._speech, request.speech, request.sampling, self.card.names[0])
-        claims = await self._resolve(request.input)
+        with self._speech.admitted(request.speech, request.sampling):
+            claims = await self._resolve(request.input)
+            message = await self._message(request_id, request, claims)
+            order = self._speech.order(request.speech, message.sampling)
+            yield PromptReady(
+                request_id=request_id,
+                prompt_token_ids=message.prompt.token_ids,
+                media_tokens=_media_tokens(message.prompt),
+                max_tokens=message.sampling.max_tokens,
+            )
+            answer = self._coordinator.run(message, tuple(claims), order)
+            async with contextlib.aclosing(answer):
+                async for part in answer:
+                    if isinstance(part, Audio):
+                        self._speech.count(part)
+                        yield AudioChunk(samples=part.pcm, finish_reason=part.finish_reason)
+                    elif part.deltas:
+                        yield Tokens(deltas=part.deltas, num_cached_tokens=part.num_cached_tokens)
+
+    async def _message(
+        self, request_id: str, request: GenerationRequest, claims: list[MediaClaim]
+    ) -> Generate:
+        """Releases the claims when it raises."""
         try:
             prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
             forced = None if request.speech is None else self._forced(request.speech)
-            sampling = self._complete_sampling(prompt, request.sampling, forced)
-            order = None
-            if request.speech is not None:
-                assert self._speech is not None
-                order = speech_order(self._speech, self._deployment.server, request.speech, sampling)
-            message = Generate(
+            return Generate(
                 request_id=request_id,
                 prompt=prompt,
-                sampling=sampling,
+                sampling=self._complete_sampling(prompt, request.sampling, forced),
                 priority=request.priority,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
-                speech=order is not None,
+                speech=request.speech is not None,
                 forced=forced,
             )
         except BaseException:
             for claim in claims:
                 claim.release()
             raise
-        yield PromptReady(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            media_tokens=_media_tokens(prompt),
-            max_tokens=message.sampling.max_tokens,
-        )
-        answer = self._coordinator.run(message, tuple(claims), order)
-        async with contextlib.aclosing(answer):
-            async for part in answer:
-                if isinstance(part, Audio):
-                    yield AudioChunk(samples=part.pcm, finish_reason=part.finish_reason)
-                elif part.deltas:
-                    yield Tokens(deltas=part.deltas, num_cached_tokens=part.num_cached_tokens)
 
     async def _resolve(self, given: Conversation | str | tuple[int, ...]) -> list[MediaClaim]:
         sources = given.media() if isinstance(given, Conversation) else []
@@ -340,7 +342,7 @@ class OmniService:
         stats = dict(self._coordinator.board.stats)
         if self._preprocessor is not None:
             stats["preprocess"] = self._preprocessor.stats()
-        stats["front"] = {"open_requests": float(self._num_open)}
+        stats["front"] = {"open_requests": float(self._num_open), **self._speech.stats()}
         return stats
 
     async def stages_changed(self) -> None:

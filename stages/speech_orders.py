@@ -3,14 +3,17 @@ bounds."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from math import ceil
 
 import msgspec
 
-from contracts.errors import BadRequest
+from contracts.errors import BadRequest, TooManyRequests
+from contracts.messages import Audio
 from contracts.params import SamplingParams
 from contracts.specs import SpeechSpec
-from stages.deployment import ServerConfig
+from stages.deployment import Deployment, ServerConfig
 from stages.service import SpeechOptions
 from stages.speech_flow import SpeechOrder
 
@@ -32,6 +35,56 @@ def check_speech(
     voice_named(spec, options.voice)
     if options.verbatim is not None and not options.verbatim.strip():
         raise BadRequest("there is no text to speak", param="input")
+
+
+class SpeechDesk:
+    """Takes the orders of speech of one model and counts what became of them."""
+
+    def __init__(self, spec: SpeechSpec | None, deployment: Deployment, model: str) -> None:
+        self._spec = spec
+        self._server = deployment.server
+        self._model = model
+        self._max_speaking = min((v.max_streams for v in deployment.vocoders.values()), default=0)
+        self._num_speaking = 0
+        self._num_ended = 0
+        self._num_cut = 0
+
+    @contextlib.contextmanager
+    def admitted(self, options: SpeechOptions | None, sampling: SamplingParams) -> Iterator[None]:
+        """Raises BadRequest or TooManyRequests, before any work is done for the request; no options, no
+        speech."""
+        if options is None:
+            yield
+            return
+        check_speech(self._spec, options, sampling, self._model)
+        if self._num_speaking >= self._max_speaking:
+            raise TooManyRequests(
+                f"{self._max_speaking} answers are being spoken already; try again later", retry_after_s=1.0
+            )
+        self._num_speaking += 1
+        try:
+            yield
+        finally:
+            self._num_speaking -= 1
+
+    def order(self, options: SpeechOptions | None, sampling: SamplingParams) -> SpeechOrder | None:
+        if options is None:
+            return None
+        assert self._spec is not None, "admitted"
+        return speech_order(self._spec, self._server, options, sampling)
+
+    def count(self, audio: Audio) -> None:
+        self._num_ended += audio.finish_reason is not None
+        self._num_cut += audio.finish_reason == "length"
+
+    def stats(self) -> dict[str, float]:
+        if self._spec is None:
+            return {}
+        return {
+            "num_speaking": float(self._num_speaking),
+            "speeches_total": float(self._num_ended),
+            "speeches_cut_total": float(self._num_cut),
+        }
 
 
 def voice_named(spec: SpeechSpec, name: str | None) -> str:

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from contracts.chunks import Chunk
-from contracts.errors import BadRequest
+from contracts.errors import BadRequest, TooManyRequests
 from contracts.media import Prompt
-from contracts.messages import Speak
+from contracts.messages import Audio, Speak
 from contracts.params import SamplingParams
 from contracts.specs import SpeechSpec
-from stages.deployment import ServerConfig
+from stages.deployment import Deployment, ServerConfig, VocoderConfig
 from stages.early_chunks import EarlyChunks
 from stages.service import SpeechOptions
 from stages.silence import LONGEST_PAUSE_S, SilenceGuard
-from stages.speech_orders import check_speech, speech_order
+from stages.speech_orders import SpeechDesk, check_speech, speech_order
 from stages.talker_stage import TalkerStage
 from tests.stages.speech_fakes import FakeTalker
 
@@ -58,6 +58,19 @@ def test_an_order_is_bounded_and_repeatable() -> None:
     assert (long.voice, long.max_frames) == ("Ada", 750)
     own = SpeechOptions(sampling=SamplingParams(temperature=0.0, seed=7))
     assert speech_order(SPEC, server, own, sampling).sampling.seed == 7
+
+
+def test_no_more_is_spoken_at_once_than_the_vocoder_takes() -> None:
+    deployment = Deployment(vocoders={"vocoder": VocoderConfig(max_streams=1)})
+    desk = SpeechDesk(SPEC, deployment, "model")
+    with desk.admitted(SpeechOptions(), SamplingParams()):
+        with pytest.raises(TooManyRequests), desk.admitted(SpeechOptions(), SamplingParams()):
+            pass
+        with desk.admitted(None, SamplingParams(n=3)):
+            assert desk.stats()["num_speaking"] == 1
+    desk.count(Audio(request_id="r", pcm=b""))
+    desk.count(Audio(request_id="r", pcm=b"", finish_reason="length"))
+    assert desk.stats() == {"num_speaking": 0, "speeches_total": 1, "speeches_cut_total": 1}
 
 
 def test_silence_is_counted_over_chunks_from_the_last_sound() -> None:
