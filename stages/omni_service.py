@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -160,14 +160,15 @@ class OmniService:
             )
         with self._speech.admitted(request.speech, request.sampling):
             claims = await self._resolve(request.input)
-            message = await self._message(request_id, request, claims)
-            order = self._speech.order(request.speech, message.sampling)
-            yield PromptReady(
-                request_id=request_id,
-                prompt_token_ids=message.prompt.token_ids,
-                media_tokens=_media_tokens(message.prompt),
-                max_tokens=message.sampling.max_tokens,
-            )
+            with _released_on_error(claims):
+                message = await self._message(request_id, request, claims)
+                order = self._speech.order(request.speech, message.sampling)
+                yield PromptReady(
+                    request_id=request_id,
+                    prompt_token_ids=message.prompt.token_ids,
+                    media_tokens=_media_tokens(message.prompt),
+                    max_tokens=message.sampling.max_tokens,
+                )
             answer = self._coordinator.run(message, tuple(claims), order)
             async with contextlib.aclosing(answer):
                 async for part in answer:
@@ -180,24 +181,18 @@ class OmniService:
     async def _message(
         self, request_id: str, request: GenerationRequest, claims: list[MediaClaim]
     ) -> Generate:
-        """Releases the claims when it raises."""
-        try:
-            prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
-            forced = None if request.speech is None else self._forced(request.speech)
-            return Generate(
-                request_id=request_id,
-                prompt=prompt,
-                sampling=self._complete_sampling(prompt, request.sampling, forced),
-                priority=request.priority,
-                tenant=request.tenant,
-                cache_salt=request.cache_salt,
-                speech=request.speech is not None,
-                forced=forced,
-            )
-        except BaseException:
-            for claim in claims:
-                claim.release()
-            raise
+        prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
+        forced = None if request.speech is None else self._forced(request.speech)
+        return Generate(
+            request_id=request_id,
+            prompt=prompt,
+            sampling=self._complete_sampling(prompt, request.sampling, forced),
+            priority=request.priority,
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            speech=request.speech is not None,
+            forced=forced,
+        )
 
     async def _resolve(self, given: Conversation | str | tuple[int, ...]) -> list[MediaClaim]:
         sources = given.media() if isinstance(given, Conversation) else []
@@ -368,6 +363,17 @@ class OmniService:
             problem = self._preprocessor.check_integrity()
             reports += (IntegrityReport(0, "preprocess", problem, False),)
         return reports
+
+
+@contextlib.contextmanager
+def _released_on_error(claims: Sequence[MediaClaim]) -> Iterator[None]:
+    """Until the graph takes the claims over; also when the client leaves meanwhile."""
+    try:
+        yield
+    except BaseException:
+        for claim in claims:
+            claim.release()
+        raise
 
 
 async def _cancel_and_release(tasks: Sequence[asyncio.Task[tuple[MediaClaim, ...]]]) -> None:
