@@ -1,0 +1,1 @@
+"""Qwen2.5-Omni: hears, sees, speaks."""
