@@ -51,8 +51,8 @@ class TalkerPrompt:
     hidden_positions: Ints  # positions of the thinker's prompt whose hidden states are needed, ascending
     voice: int  # the family's id of it
     codes: list[int]
-    positions_AP: Ints
-    position_delta: int
+    positions_AP: np.ndarray  # as `Admission.positions_AL`
+    position_delta: float
     leading_text: tuple[int, ...] = ()
 
     @property
