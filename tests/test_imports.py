@@ -150,6 +150,10 @@ def test_light_packages_load_no_torch(package):
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def has_true(call: ast.Call, name: str) -> bool:
+    return any(word.arg == name and ast.unparse(word.value) == "True" for word in call.keywords)
+
+
 def pickles(module: Module) -> list[str]:
     asked = {name.partition(".")[0] for name in imported(ast.walk(module.tree))}
     calls = {
@@ -157,7 +161,8 @@ def pickles(module: Module) -> list[str]:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call)
         and (
-            ast.unparse(node.func) in ("torch.load", "torch.save")
+            (ast.unparse(node.func) == "torch.load" and not has_true(node, "weights_only"))
+            or ast.unparse(node.func) == "torch.save"
             or any(
                 word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -25,16 +25,18 @@ class Speaker:
 def read_speakers(folder: Path) -> dict[str, Speaker]:
     """By name, in the file's order. Raises EngineError for a file that is absent or holds anything else.
 
-    The file is a pickle; it is read with torch's tensors-only unpickler, which runs no code.
+    torch's own format, read as tensors and numbers only: nothing of the file is run.
     """
     path = folder / SPEAKER_FILE
     if not path.exists():
         raise checkpoint_error(f"{folder} has no {SPEAKER_FILE}")
+    if not is_zipfile(path):
+        raise checkpoint_error(f"{path} does not hold voices: it is no archive of tensors")
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
         return {
             str(name): Speaker(int(entry["bos_token"]), entry["cond"].float(), entry["ref_mel"].float())
             for name, entry in stored.items()
         }
-    except (UnpicklingError, RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise checkpoint_error(f"{path} does not hold voices: {error}") from error
