@@ -9,12 +9,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
+
 from api.metrics import Metrics
 from api.responses import Usage
 from api.sample_text import SampleText, TextDelta, TextOptions
 from contracts.errors import EngineError, OmnistageError
 from contracts.messages import SampleDelta
-from stages.service import Event, GenerationRequest, PromptReady, Service, Tokens
+from stages.service import AudioChunk, Event, GenerationRequest, PromptReady, Service, Tokens
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,14 @@ class Generation:
         self._samples = [SampleText(service.tokenizer, text) for _ in range(request.sampling.n)]
         self._last_token_at_s: list[float | None] = [None] * request.sampling.n
         self._num_open = request.sampling.n
+        self._awaits_audio = request.speech is not None
+        self._heard_audio = False
         self._events: AsyncGenerator[Event, None] | None = None
         self._arrived_at_s = time.perf_counter()
         self._first_token_at_s: float | None = None
         self.prompt: PromptReady | None = None
         self.num_cached_tokens = 0
+        self.num_audio_samples = 0
 
     async def __aenter__(self) -> Generation:
         self._events = self._service.generate(self._request)
@@ -65,12 +70,21 @@ class Generation:
             self._account(error)
 
     @property
+    def entered(self) -> bool:
+        return self._events is not None
+
+    @property
     def done(self) -> bool:
-        return self._num_open == 0
+        return self._num_open == 0 and not self._awaits_audio
 
     @property
     def num_generated_tokens(self) -> int:
         return sum(sample.num_tokens for sample in self._samples)
+
+    @property
+    def num_audio_tokens(self) -> int:
+        """Codec frames heard so far."""
+        return -(-self.num_audio_samples // (self._service.card.samples_per_frame or 1))
 
     async def start(self) -> None:
         """Returns when the prompt is accepted. Raises what the service raises: bad input, a full queue."""
@@ -81,8 +95,34 @@ class Generation:
 
     async def next_step(self) -> list[ChoiceDelta]:
         """What one engine step added; may be empty when all of it is held back."""
+        part = await self.next_part()
+        assert not isinstance(part, AudioChunk), "a spoken answer is read part by part"
+        return part
+
+    async def next_part(self) -> list[ChoiceDelta] | AudioChunk:
+        """A step of the text, or the next sound of a spoken answer."""
         event = await self._next_event()
-        assert isinstance(event, Tokens), "PromptReady comes once"
+        assert not isinstance(event, PromptReady), "PromptReady comes once"
+        if isinstance(event, AudioChunk):
+            self._hear(event)
+            return event
+        return self._step(event)
+
+    def _hear(self, chunk: AudioChunk) -> None:
+        sample_rate = self._service.card.sample_rate
+        assert sample_rate is not None, "a model that speaks has a rate"
+        num_samples = len(chunk.samples) // 4
+        self.num_audio_samples += num_samples
+        self._metrics.audio_s.inc(num_samples / sample_rate)
+        if num_samples and not self._heard_audio:
+            self._heard_audio = True
+            self._metrics.ttfa_s.observe(time.perf_counter() - self._arrived_at_s)
+        if chunk.finish_reason is not None:
+            self._awaits_audio = False
+            if chunk.finish_reason == "length":
+                self._metrics.speech_cut.inc()
+
+    def _step(self, event: Tokens) -> list[ChoiceDelta]:
         if event.num_cached_tokens is not None:
             self.num_cached_tokens = event.num_cached_tokens
         now_s = time.perf_counter()
@@ -202,10 +242,13 @@ class GenerationGroup:
             for modality, count in prompt.media_tokens.items():
                 details[f"{modality}_tokens"] = details.get(f"{modality}_tokens", 0) + count
         num_prompt = sum(len(prompt.prompt_token_ids) for prompt in prompts)
-        num_generated = sum(g.num_generated_tokens for g in self.generations)
+        num_text = sum(g.num_generated_tokens for g in self.generations)
+        num_audio = sum(g.num_audio_tokens for g in self.generations)
+        spoken = {"text_tokens": num_text, "audio_tokens": num_audio}
         return Usage(
             prompt_tokens=num_prompt,
-            completion_tokens=num_generated,
-            total_tokens=num_prompt + num_generated,
+            completion_tokens=num_text + num_audio,
+            total_tokens=num_prompt + num_text + num_audio,
             prompt_tokens_details=details,
+            completion_tokens_details=spoken if num_audio else msgspec.UNSET,
         )

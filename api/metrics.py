@@ -96,6 +96,10 @@ class Metrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.ttfa_s = histogram("omnistage:time_to_first_audio_seconds", "Arrival to first sound.", _TTFT_S)
+        self.audio_s = counter("omnistage:audio_seconds", "Seconds of speech handed out.")
+        self.speech_cut = counter("omnistage:speech_cut", "Spoken answers ended at their bound.")
+        self.transcribed_s = counter("omnistage:transcribed_seconds", "Seconds of sound transcribed.")
         self.itl_s = histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", _TOKEN_S)
         self.tpot_s = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request.", _TOKEN_S

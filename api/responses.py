@@ -17,6 +17,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # of a spoken answer
 
 
 # --- log-probabilities --------------------------------------------------------------------------------------
@@ -46,10 +47,20 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --- chat ---------------------------------------------------------------------------------------------------
+class AnswerAudio(msgspec.Struct, frozen=True, kw_only=True):
+    """`expires_at`: Unix seconds; nothing is kept, so it is the time of the answer."""
+
+    id: str
+    data: str
+    expires_at: int
+    transcript: str
+
+
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    audio: AnswerAudio | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +80,19 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
+class AudioDelta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Clients join these field by field, so each thing is said once: `id` first, `expires_at` last."""
+
+    id: str | None = None
+    data: str | None = None
+    transcript: str | None = None
+    expires_at: int | None = None
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    audio: AudioDelta | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from api.voices import VoiceObject
 from contracts.errors import BadRequest, PayloadTooLarge
 
 ABSENT = msgspec.Raw()
@@ -115,6 +116,11 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str
 
 
+class AudioOutput(msgspec.Struct, kw_only=True):
+    voice: str | VoiceObject | None = None
+    format: str | None = None
+
+
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -182,9 +188,9 @@ class ChatRequest(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     modalities: list[str] | None = None
     tool_choice: str | ToolChoice | None = None
+    audio: AudioOutput | None = None
     mm_processor_kwargs: MediaKwargs | None = None
     # refused by name when given
-    audio: msgspec.Raw = ABSENT
     functions: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
 

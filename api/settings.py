@@ -19,6 +19,7 @@ class ApiSettings:
     api_key: str | None = None
     max_body_bytes: int = 256 << 20
     max_prompts: int = 256  # prompts of one /v1/completions request
+    max_speech_chars: int = 16_384  # of one /v1/audio/speech request
     max_samples: int = 128  # `n`, and prompts x n
     request_timeout_s: float | None = None
     send_stall_timeout_s: float = 300.0  # a reader that takes nothing for so long is dropped
@@ -36,6 +37,7 @@ class ApiSettings:
             max_body_bytes=_whole("max_body_bytes", given["max_body_bytes"], default.max_body_bytes),
             max_prompts=_whole("max_prompts", given["max_prompts"], default.max_prompts),
             max_samples=_whole("max_samples", given["max_samples"], default.max_samples),
+            max_speech_chars=_whole("max_speech_chars", given["max_speech_chars"], default.max_speech_chars),
             request_timeout_s=_seconds("request_timeout_s", timeout, 0.0) if timeout else None,
             send_stall_timeout_s=_seconds(
                 "send_stall_timeout_s", given["send_stall_timeout_s"], default.send_stall_timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 from api.errors import error_json, internal_error
 from contracts.errors import OmnistageError
 
+logger = logging.getLogger(__name__)
+
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -19,6 +22,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would collect the tokens
 ]
 ResultT = TypeVar("ResultT")
+Headers = list[tuple[bytes, bytes]]
 _encode = msgspec.json.Encoder().encode
 
 
@@ -51,8 +55,9 @@ async def _disconnect(receive: Receive) -> None:
 class EventWriter:
     """Writes a stream's events. Awaiting a write is the back-pressure: the server waits for a slow reader."""
 
-    def __init__(self, send: Send, stall_timeout_s: float) -> None:
+    def __init__(self, send: Send, stall_timeout_s: float, headers: Headers = _HEADERS) -> None:
         self._send = send
+        self._headers = headers
         self._stall_timeout_s = stall_timeout_s
         self.started = False
         self.finished = False
@@ -62,7 +67,7 @@ class EventWriter:
         assert not self.finished
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self.finished = last
         try:
             async with asyncio.timeout(self._stall_timeout_s):
@@ -98,3 +103,30 @@ class EventStream:
 
     def _report(self, writer: EventWriter, error: OmnistageError) -> Awaitable[None]:
         return writer.write(b"data: " + error_json(error) + b"\n\n", last=True)
+
+
+class ByteStream:
+    """An ASGI response of some media type that `produce` writes. Errors before the first byte become ordinary
+    HTTP errors; after it the connection is closed with the body unfinished, which no client takes for
+    whole."""
+
+    def __init__(
+        self,
+        mime: str,
+        produce: Callable[[EventWriter], Coroutine[None, None, None]],
+        stall_timeout_s: float,
+    ) -> None:
+        self._headers = [(b"content-type", mime.encode()), (b"x-accel-buffering", b"no")]
+        self._produce = produce
+        self._stall_timeout_s = stall_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = EventWriter(send, self._stall_timeout_s, self._headers)
+        try:
+            await unless_disconnected(receive, self._produce(writer))
+        except ReaderStalled:
+            return
+        except OmnistageError as error:
+            if not writer.started:
+                raise
+            logger.warning("a response was cut short: %s", error.message)

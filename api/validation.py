@@ -53,6 +53,7 @@ BOUNDS = {
     "logprobs": Bounds(0, MAX_LOGPROBS),
     "seed": Bounds(-(2**63), 2**64 - 1),
     "priority": Bounds(-(2**31), 2**31 - 1),
+    "speed": Bounds(0.25, 4),
     "pixels": Bounds(1, 2**31 - 1),
     "fps": Bounds(0, 1000, above_low=True),
     "frames": Bounds(1, 2**31 - 1),
@@ -182,8 +183,9 @@ def check_chat(request: ChatRequest, card: ModelCard) -> None:
         raise invalid("tool_choice", "must be 'none', 'auto', 'required' or an object")
     if choice is not None and choice not in ("none", "auto"):
         raise unsupported("tool_choice", "is only supported as 'none' or 'auto' yet")
+    if request.audio is not None and not card.voices:
+        raise unsupported("audio", "is not supported: this model answers in text")
     for name, raw, instead in (
-        ("audio", request.audio, "is not supported: this model answers in text"),
         ("functions", request.functions, "is not supported; send `tools`"),
         ("function_call", request.function_call, "is not supported; send `tool_choice`"),
     ):

@@ -230,5 +230,6 @@ def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:
         description=description.read_text() if description.is_file() else "",
         voices=() if speech is None else speech.voices,
         sample_rate=None if speech is None else speech.sample_rate,
+        samples_per_frame=None if speech is None else speech.samples_per_frame,
         transcribes=plan.family.transcriber is not None,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -12,6 +10,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from api.answer import Collected, UsageField, UsageMode, collect, stream
+from api.chat_job import ChatJob, SpokenOptions
 from api.conversation import conversation_of
 from api.generation import ChoiceDelta
 from api.logprobs import LogprobWriter
@@ -24,32 +23,16 @@ from api.responses import (
     Delta,
     Usage,
 )
-from api.routes.base import Api, client_left, json_response, new_id
-from api.sample_text import TextOptions
+from api.routes import spoken_chat
+from api.routes.base import Api, client_left, json_response
 from api.schemas import ABSENT, ChatRequest
 from api.sse import EventStream, EventWriter, event, unless_disconnected
-from api.validation import check_chat, check_model, sampling_of, text_options_of
+from api.validation import check_chat, check_model, invalid, sampling_of, text_options_of
+from api.voices import check_voice
 from contracts.conversation import Conversation, TextPart
-from stages.service import GenerationRequest
+from stages.service import GenerationRequest, ModelCard, SpeechOptions
 
 _decoder = msgspec.json.Decoder(ChatRequest)
-
-
-@dataclass(frozen=True)
-class ChatJob:
-    """A validated request. `echo`: text that every answer starts with."""
-
-    request: GenerationRequest
-    text: TextOptions
-    model: str
-    echo: str
-    usage: UsageMode
-    id: str = field(default_factory=lambda: new_id("chatcmpl"))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def num_choices(self) -> int:
-        return self.request.sampling.n
 
 
 def routes(api: Api) -> list[BaseRoute]:
@@ -60,8 +43,10 @@ async def _chat(api: Api, request: Request) -> ASGIApp:
     body = await api.read(request, _decoder)
     job = _job(api, body)
     if body.stream:
-        return EventStream(partial(_stream, api, job), api.settings.send_stall_timeout_s)
-    answer = await unless_disconnected(request.receive, _answer(api, job))
+        produce = _stream if job.spoken is None else spoken_chat.stream
+        return EventStream(partial(produce, api, job), api.settings.send_stall_timeout_s)
+    answering = _answer(api, job) if job.spoken is None else spoken_chat.answer(api, job)
+    answer = await unless_disconnected(request.receive, answering)
     return client_left() if answer is None else json_response(answer)
 
 
@@ -70,6 +55,9 @@ def _job(api: Api, body: ChatRequest) -> ChatJob:
     model = check_model(body.model, card)
     check_chat(body, card)
     sampling = sampling_of(body, api.service.tokenizer.vocab_size, api.settings.max_samples)
+    spoken = _spoken(body, card)
+    if spoken is not None and sampling.n != 1:
+        raise invalid("n", "must be 1 for a spoken answer")
     conversation = conversation_of(
         body.messages,
         # A model that must not call tools is best not shown any.
@@ -86,12 +74,26 @@ def _job(api: Api, body: ChatRequest) -> ChatJob:
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             timeout_s=api.settings.request_timeout_s,
+            speech=None if spoken is None else SpeechOptions(voice=spoken.voice),
         ),
+        spoken=spoken,
         text=text_options_of(body, sampling),
         model=model,
         echo=_echoed(conversation) if body.echo else "",
         usage=UsageMode.of(body.stream_options),
     )
+
+
+def _spoken(body: ChatRequest, card: ModelCard) -> SpokenOptions | None:
+    """Only `modalities` asks for speech: `audio` alone, which some clients always send, costs nothing."""
+    if "audio" not in (body.modalities or ()):
+        return None
+    if body.audio is None:
+        raise invalid("audio", "is required when `modalities` asks for audio: voice and format")
+    container = body.audio.format or "wav"
+    if container not in spoken_chat.FORMATS:
+        raise invalid("audio.format", f"must be one of: {', '.join(spoken_chat.FORMATS)}")
+    return SpokenOptions(check_voice(body.audio.voice, card, "audio.voice"), container)
 
 
 def _echoed(conversation: Conversation) -> str:

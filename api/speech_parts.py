@@ -1,0 +1,98 @@
+"""The spoken pieces of one text, in order: the next one is under way while this one is being heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from api.generation import Generation
+from stages.service import AudioChunk
+
+
+class _Piece:
+    """A generation that may begin before its turn: accepted, and its first sound made."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self._first = asyncio.create_task(self._begin())
+        self._heard_first = False
+
+    async def _begin(self) -> AudioChunk | None:
+        await self.generation.__aenter__()
+        await self.generation.start()
+        return await self._read()
+
+    async def next(self) -> AudioChunk | None:
+        """None: all of it was spoken."""
+        if self._heard_first:
+            return await self._read()
+        chunk = await self._first
+        self._heard_first = True
+        return chunk
+
+    async def _read(self) -> AudioChunk | None:
+        while not self.generation.done:
+            part = await self.generation.next_part()
+            if isinstance(part, AudioChunk):
+                return part
+        return None
+
+    async def close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        self._first.cancel()
+        await asyncio.gather(self._first, return_exceptions=True)
+        if self.generation.entered:
+            await self.generation.__aexit__(kind, error, None)
+
+
+class SpeechParts:
+    """The sound of all pieces. An async context manager: leaving it early aborts what is under way.
+
+    At most two pieces are open: the one being heard and, once that has begun to sound, the one after it.
+    """
+
+    def __init__(self, makers: Iterable[Callable[[], Generation]]) -> None:
+        self._makers = deque(makers)
+        self._open: deque[_Piece] = deque()
+        self.num_prompt_tokens = 0
+        self.num_samples = 0
+        self.cut = False  # a piece was ended at its bound
+
+    async def __aenter__(self) -> SpeechParts:
+        self._open_next()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for piece in self._open:
+            await piece.close(kind, error)
+
+    def _open_next(self) -> None:
+        if self._makers:
+            self._open.append(_Piece(self._makers.popleft()()))
+
+    async def next(self) -> bytes | None:
+        """The next samples, float32 little-endian; None after the last."""
+        while self._open:
+            piece = self._open[0]
+            chunk = await piece.next()
+            if chunk is None:
+                await self._leave(piece)
+                continue
+            if len(self._open) == 1:
+                self._open_next()
+            self.num_samples += len(chunk.samples) // 4
+            self.cut |= chunk.finish_reason == "length"
+            if chunk.samples:
+                return chunk.samples
+        return None
+
+    async def _leave(self, piece: _Piece) -> None:
+        assert piece.generation.prompt is not None
+        self.num_prompt_tokens += len(piece.generation.prompt.prompt_token_ids)
+        self._open.popleft()
+        await piece.close(None, None)
+        if not self._open:
+            self._open_next()
