@@ -40,10 +40,10 @@ def load_vision_encoder(
         fingerprint.encode(),
         str(dtype).encode(),
     )
-    return VisionEncoder(tower, specs, _encoder_id(family, parts), device, dtype)
+    return VisionEncoder(tower, specs, encoder_id(family, parts), device, dtype)
 
 
-def _encoder_id(family: str, parts: tuple[bytes, ...]) -> str:
+def encoder_id(family: str, parts: tuple[bytes, ...]) -> str:
     """Equal for two encoders only if they map equal pixels to equal embeddings."""
     digest = xxhash.xxh3_128()
     for part in parts:

@@ -1,0 +1,1 @@
+"""What the audio towers of the omni families share."""

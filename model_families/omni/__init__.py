@@ -1,0 +1,1 @@
+"""What the omni families share: configuration, prompt layout and positions."""
