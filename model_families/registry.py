@@ -26,9 +26,11 @@ from model_families.llama.parts import PARTS as LLAMA
 from model_families.parts import FamilyParts, SpeechParts
 from model_families.processing import Processor
 from model_families.qwen2.parts import PARTS as QWEN2
+from model_families.qwen2_5_omni.parts import PARTS as QWEN2_5_OMNI
 from model_families.qwen2_5_vl.parts import PARTS as QWEN2_5_VL
 from model_families.qwen2_vl.parts import PARTS as QWEN2_VL
 from model_families.qwen3.parts import PARTS as QWEN3
+from model_families.qwen3_omni_moe.parts import PARTS as QWEN3_OMNI_MOE
 from model_families.qwen3_vl.parts import PARTS as QWEN3_VL
 from model_families.qwen3_vl_moe.parts import PARTS as QWEN3_VL_MOE
 from model_families.text import ChatTokenizer, HFChatTokenizer
@@ -38,7 +40,18 @@ from vocoder.model import VocoderModel
 
 FAMILIES = {
     parts.name: parts
-    for parts in (LLAMA, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, WHISPER)
+    for parts in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        QWEN2_VL,
+        QWEN2_5_VL,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
+        QWEN2_5_OMNI,
+        QWEN3_OMNI_MOE,
+        WHISPER,
+    )
 }
 GENERATION_FILE = "generation_config.json"
 
@@ -59,6 +72,10 @@ class _EndTokens(msgspec.Struct, frozen=True):
 
 class _ConfigEndTokens(_EndTokens, frozen=True):
     text_config: _EndTokens = _EndTokens()
+
+
+class _WholeEndTokens(_ConfigEndTokens, frozen=True):
+    thinker_config: _ConfigEndTokens = _ConfigEndTokens()
 
 
 @dataclass(eq=False)
@@ -177,7 +194,8 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
                 return ids
         except msgspec.DecodeError as error:
             raise checkpoint_error(f"{path}: {error}") from error
-    config = read_config(folder, _ConfigEndTokens)
-    if ids := config.ids or config.text_config.ids:
+    config = read_config(folder, _WholeEndTokens)
+    thinker = config.thinker_config
+    if ids := config.ids or config.text_config.ids or thinker.ids or thinker.text_config.ids:
         return ids
     raise checkpoint_error(f"neither {GENERATION_FILE} nor {CONFIG_FILE} names an eos_token_id")

@@ -226,7 +226,8 @@ def _named_token_ids(folder: Path) -> set[int]:
     path = folder / "config.json"
     config = json.loads(path.read_text()) if path.exists() else {}
     suffixes = ("_token_id", "_token_index")
-    return {value for key, value in config.items() if key.endswith(suffixes) and isinstance(value, int)}
+    named = [*config.items(), *config.get("thinker_config", {}).items()]
+    return {value for key, value in named if key.endswith(suffixes) and isinstance(value, int)}
 
 
 def _legacy_template(folder: Path) -> str | None:

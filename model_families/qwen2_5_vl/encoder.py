@@ -22,6 +22,7 @@ from model_families.vision.layers import NORM_EPS, Block, GatedMlp, Merger, Pack
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Segments, pack_grids, window_order
 from model_families.vision.rotary import axial_rotation
+from model_families.vision.weights import VisionName
 
 
 class Qwen25VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
@@ -86,7 +87,19 @@ class Qwen25VLTower(VisionTower):
 
 def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:
     config = read_config(folder, Qwen25VLConfig).vision_config
+    return build_encoder("qwen2_5_vl", folder, config, specs, vision_name, device, dtype)
+
+
+def build_encoder(
+    family: str,
+    folder: Path,
+    config: Qwen25VLVisionConfig,
+    specs: MediaSpecs,
+    name_of: VisionName,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> EncoderModel:
     attention = select_attention(device, dtype, config.hidden_size // config.num_heads)
     with torch.device("meta"):
         tower = Qwen25VLTower(config, attention)
-    return load_vision_encoder("qwen2_5_vl", folder, tower, config, specs, vision_name, device, dtype)
+    return load_vision_encoder(family, folder, tower, config, specs, name_of, device, dtype)

@@ -1,0 +1,7 @@
+"""Qwen2.5-Omni: pictures and sound into the thinker."""
+
+from __future__ import annotations
+
+from model_families.graphs import omni_pipeline
+
+PIPELINE = omni_pipeline("qwen2_5_omni", speaks=False)

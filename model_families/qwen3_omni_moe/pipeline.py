@@ -1,0 +1,7 @@
+"""Qwen3-Omni-MoE: pictures and sound into the thinker."""
+
+from __future__ import annotations
+
+from model_families.graphs import omni_pipeline
+
+PIPELINE = omni_pipeline("qwen3_omni_moe", speaks=False)
