@@ -36,9 +36,9 @@ class Digester(msgspec.Struct, frozen=True):
         """`bytes_digest`: the encoded bytes and every processor option that changes the result."""
         return self._digest(b"bytes", options.encode(), data)
 
-    def of_array(self, array: np.ndarray) -> ContentDigest:
-        """`pixel_digest`: dtype, shape and the elements in C order."""
-        header = f"{array.dtype.str}|{','.join(map(str, array.shape))}".encode()
+    def of_array(self, array: np.ndarray, context: str = "") -> ContentDigest:
+        """`pixel_digest`: dtype, shape, elements in C order, and `context`: what else tells items apart."""
+        header = f"{array.dtype.str}|{','.join(map(str, array.shape))}|{context}".encode()
         body = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return self._digest(b"array", header, body.data)
 

@@ -160,7 +160,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_video_s: float = 3600.0
     max_video_source_frames: int = 36_000  # what decoding may have to walk through
     max_video_frames: int = 768  # sampled
-    max_video_pixels: int = 512 << 20  # of all sampled frames together, after resizing
+    max_video_pixels: int = 256 << 20  # of all sampled frames together, after resizing
     max_items_per_request: int = 64
     fetch_timeout_s: float = 10.0
     max_redirects: int = 3

@@ -37,7 +37,7 @@ _OPENERS: dict[str, type[ImageFile.ImageFile]] = {
 }
 assert frozenset(_OPENERS) == SUPPORTED_FORMATS
 
-_RESAMPLE = {
+RESAMPLE = {
     "bicubic": Image.Resampling.BICUBIC,
     "bilinear": Image.Resampling.BILINEAR,
     "lanczos": Image.Resampling.LANCZOS,
@@ -115,7 +115,7 @@ def decode_image(opened: OpenedImage, shape: ResizedShape, spec: ImageSpec) -> n
     if upright.size != opened.size:
         raise MediaDecodeError(f"the {format_name} image's size differs from its header's")
     if upright.size != (shape.width, shape.height):
-        upright = upright.resize((shape.width, shape.height), _RESAMPLE[spec.resample])
+        upright = upright.resize((shape.width, shape.height), RESAMPLE[spec.resample])
     # Grey stays one channel until here: resizing treats channels alike, so a third of the work is enough.
     pixels_HWC = np.asarray(upright if upright.mode == "RGB" else upright.convert("RGB"))
     assert pixels_HWC.shape == (shape.height, shape.width, 3)

@@ -9,8 +9,9 @@ import msgspec
 
 from contracts.errors import MediaError
 from contracts.media import MediaSource
-from contracts.specs import AudioSpec, ImageSpec, MediaSpecs
+from contracts.specs import AudioSpec, ImageSpec, MediaLimits, MediaSpecs, VideoSpec
 from preprocess.resize import PixelBudget, pixel_budget
+from preprocess.sampling import FrameBudget, frame_budget
 
 
 class ImageRecipe(msgspec.Struct, frozen=True, tag="image"):
@@ -29,13 +30,38 @@ class AudioRecipe(msgspec.Struct, frozen=True, tag="audio"):
         return f"audio;{self.spec.key()}"
 
 
-Recipe: TypeAlias = ImageRecipe | AudioRecipe
+class VideoRecipe(msgspec.Struct, frozen=True, tag="video"):
+    """`audio`: of the sound track, where it is to be an item too."""
+
+    spec: VideoSpec
+    frames: FrameBudget
+    budget: PixelBudget
+    audio: AudioSpec | None = None
+
+    def key(self) -> str:
+        sound = "" if self.audio is None else self.audio.key()
+        return f"video;{self.spec.key()};{self.frames.key()};{self.budget.key()};{sound}"
 
 
-def make_recipe(source: MediaSource, specs: MediaSpecs, auto_max_pixels: int | None) -> Recipe:
+Recipe: TypeAlias = ImageRecipe | AudioRecipe | VideoRecipe
+
+
+def make_recipe(
+    source: MediaSource, specs: MediaSpecs, limits: MediaLimits, auto_max_pixels: int | None
+) -> Recipe:
     """`auto_max_pixels`: what a load policy leaves to an image's `detail: auto`. Raises BadRequest kinds."""
     if source.modality == "image" and specs.image is not None:
         return ImageRecipe(specs.image, pixel_budget(specs.image, source.options, auto_max_pixels))
     if source.modality == "audio" and specs.audio is not None:
         return AudioRecipe(specs.audio)
+    if source.modality == "video" and specs.video is not None:
+        options = source.options
+        if options.with_audio and specs.audio is None:
+            raise MediaError("audio input is not supported", param=source.param)
+        return VideoRecipe(
+            specs.video,
+            frame_budget(specs.video, options, limits.max_video_frames),
+            pixel_budget(specs.video, options),
+            specs.audio if options.with_audio else None,
+        )
     raise MediaError(f"{source.modality} input is not supported", param=source.param)

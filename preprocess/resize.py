@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from contracts.errors import BadRequest, MediaError
 from contracts.media import MediaOptions
-from contracts.specs import ImageSpec
+from contracts.specs import ImageSpec, VideoSpec
 
 LOW_DETAIL_TOKENS = 256
 """`detail: low` caps an image at this many tokens (256 * factor² pixels)."""
@@ -36,7 +36,9 @@ class ResizedShape(NamedTuple):
         return self.height * self.width * 3
 
 
-def pixel_budget(spec: ImageSpec, options: MediaOptions, auto_max_pixels: int | None = None) -> PixelBudget:
+def pixel_budget(
+    spec: ImageSpec | VideoSpec, options: MediaOptions, auto_max_pixels: int | None = None
+) -> PixelBudget:
     """Resolves a request's `detail`, `min_pixels` and `max_pixels` against the model's range.
 
     `detail` low caps the area at LOW_DETAIL_TOKENS; high is the model's full range; auto is the model's
@@ -77,7 +79,12 @@ def resized_shape(width: int, height: int, spec: ImageSpec, budget: PixelBudget)
             f"the image's aspect ratio ({width}x{height}) is above the limit of {spec.max_aspect_ratio:g}:1;"
             " crop or pad it"
         )
-    factor = spec.factor
+    return _shape(*fit_area(width, height, spec.factor, budget), spec)
+
+
+def fit_area(width: int, height: int, factor: int, budget: PixelBudget) -> tuple[int, int]:
+    """(height, width): multiples of `factor` whose product lies within the budget, as near to the given ones
+    as that allows."""
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > budget.max_pixels:
         shrink = math.sqrt(height * width / budget.max_pixels)
@@ -87,7 +94,7 @@ def resized_shape(width: int, height: int, spec: ImageSpec, budget: PixelBudget)
         grow = math.sqrt(budget.min_pixels / (height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
-    return _shape(new_height, new_width, spec)
+    return new_height, new_width
 
 
 def _shape(height: int, width: int, spec: ImageSpec) -> ResizedShape:

@@ -99,7 +99,7 @@ class Preprocessor:
         `auto_max_pixels`: what a load policy leaves to `detail: auto`. Raises BadRequest kinds with
         source.param (or the option's name), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
         """
-        recipe = make_recipe(source, specs, auto_max_pixels)
+        recipe = make_recipe(source, specs, self.config.pool.limits, auto_max_pixels)
         try:
             data = await self._fetcher.fetch(source)
             self.counters.sources_total += 1

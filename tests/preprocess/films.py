@@ -71,7 +71,7 @@ def film(
             frame.pts = number if times_s is None else round(times_s[number] * 1000)
             file.mux(video.encode(frame))
         file.mux(video.encode(None))
-        if track is not None:
+        if track is not None and sound is not None and sound.size:
             piece = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound), format="fltp", layout=layout)
             piece.sample_rate = sound_rate
             piece.pts = 0
