@@ -24,6 +24,7 @@ from lm_engine.layers.kernels import (
 from lm_engine.layers.mlp import DenseMlp, SharedExpert, SparseMlp
 from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
+from lm_engine.parallel import TensorParallel, with_sums
 
 
 class WeightSource(Protocol):
@@ -42,9 +43,18 @@ class WeightSource(Protocol):
 
 
 class DecoderStack:
-    """The layers and the final norm, from hidden states to hidden states. Read-only once built."""
+    """The layers and the final norm, from hidden states to hidden states. Read-only once built.
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, kernels: Kernels) -> None:
+    `parallel`: config and source are one rank's share (`lm_engine.parallel`).
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        kernels: Kernels,
+        parallel: TensorParallel | None = None,
+    ) -> None:
         self.config = config
         self.device, self.dtype = source.device, source.dtype
         self.kernels = kernels
@@ -53,6 +63,9 @@ class DecoderStack:
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = RotaryEmbedding(config.rope, self.device)
         self.layers = [_load_layer(config, source, kernels, index) for index in range(config.num_layers)]
+        self._fused = kernels.fused_pass if parallel is None else None  # it knows of no sums
+        if parallel is not None:
+            self.layers = [with_sums(layer, parallel) for layer in self.layers]
         self.norm_H = source.take("norm.weight", (config.hidden_size,))
 
     def forward(
@@ -70,7 +83,7 @@ class DecoderStack:
         assert num_deepstack <= len(self.layers)
         cos_TP, sin_TP = (table_TP.contiguous() for table_TP in self.rotary(positions_AT))
         kept_layer, num_layers = self.config.kept_hidden_layer, len(self.layers)
-        fused = kernels.fused_pass if kept_layer in (None, num_layers) and num_deepstack == 0 else None
+        fused = self._fused if kept_layer in (None, num_layers) and num_deepstack == 0 else None
         if fused is not None and attention is self.attention and fused.takes(metadata):
             residual_TH = fused.run(self.layers, hidden_TH, self.heads, cos_TP, sin_TP, eps, kv, metadata)
             normed_TH = kernels.rms_norm(residual_TH, self.norm_H, eps)
@@ -102,10 +115,16 @@ class DecoderStack:
 class Decoder(DecoderStack):
     """Implements `DecoderModel`: the stack between an embedding table and a head."""
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        kernels: Kernels,
+        parallel: TensorParallel | None = None,
+    ) -> None:
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embedding_VH = source.take("embed.weight", vocabulary)
-        super().__init__(config, source, kernels)
+        super().__init__(config, source, kernels, parallel)
         head_VH = self.embedding_VH if config.tie_embeddings else source.take("lm_head.weight", vocabulary)
         self.head = kernels.pack_linear(head_VH, float32_output=True)
 

@@ -25,7 +25,7 @@ from lm_engine.sampler import Logprobs, Sampled
 
 
 @dataclass(frozen=True)
-class _Launched:
+class LaunchedStep:
     """A step whose kernels are under way: host copies of its results are complete once `done` is."""
 
     step_id: int
@@ -79,7 +79,7 @@ class Runner:
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         launched = self._launcher.submit(self._launch, plan)
-        return self._collector.submit(lambda: _collect(launched.result()))
+        return self._collector.submit(lambda: collect(launched.result()))
 
     def capture_graphs(self) -> int:
         """Captures all graphs now rather than on first use; returns their number. Blocks for seconds."""
@@ -94,7 +94,7 @@ class Runner:
         self._collector.shutdown()
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> _Launched:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         self.table.turn_over(plan.released_slots, plan.admissions)
         self.table.write_admissions(plan.admissions)
         self._copy_blocks(plan.block_copies)
@@ -102,7 +102,7 @@ class Runner:
             return self._replay(self._graphs, plan)
         self.table.append_blocks(plan.admissions, plan.sequences)
         if not plan.sequences:
-            return _Launched(plan.step_id, (), (), None, None)
+            return LaunchedStep(plan.step_id, (), (), None, None)
         inputs = self.table.step_inputs(plan.sequences)
         hidden_TH, deepstack_KTH = self._embed(inputs, plan)
         if self._passes is not None and self._passes.takes(hidden_TH.shape[0], deepstack_KTH):
@@ -112,14 +112,14 @@ class Runner:
                 hidden_TH, inputs.positions_AT, self.kv, self.attention, inputs.metadata, deepstack_KTH
             )
         if not inputs.host_slots_S:
-            return _Launched(plan.step_id, (), (), None, None)
+            return LaunchedStep(plan.step_id, (), (), None, None)
         sampled = self._sample(inputs, self.model.logits(hidden_TH[inputs.last_rows_S]))
         self.table.write_sampled(inputs, sampled.token_R)
         results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in inputs.host_slots_S)
-        return _Launched(plan.step_id, inputs.host_slots_S, wanted, results, done)
+        return LaunchedStep(plan.step_id, inputs.host_slots_S, wanted, results, done)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> _Launched:
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> LaunchedStep:
         """The same step by a graph. It always draws as if all rows were plain; others are drawn again."""
         packed = self.table.pack_decodes(plan.sequences)
         slots, next_index = packed[0].tolist(), (packed[1] + 1).tolist()
@@ -136,7 +136,7 @@ class Runner:
             self.table.write_sampled(rows, sampled.token_R)
         results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in slots)
-        return _Launched(plan.step_id, tuple(slots), wanted, results, done)
+        return LaunchedStep(plan.step_id, tuple(slots), wanted, results, done)
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
@@ -189,7 +189,7 @@ def _to_host(sampled: Sampled, copies: HostCopies) -> tuple[Sampled, torch.cuda.
     return Sampled(tokens, valid, Logprobs(*found) if found else None), done
 
 
-def _collect(launched: _Launched) -> StepResult:
+def collect(launched: LaunchedStep) -> StepResult:
     """Waits for the device's results and makes them host values."""
     if launched.results is None:
         return StepResult(launched.step_id, ())
@@ -205,7 +205,7 @@ def _collect(launched: _Launched) -> StepResult:
     return StepResult(launched.step_id, sampled, failed)
 
 
-def _host_logprobs(launched: _Launched) -> list[TokenLogprobs]:
+def _host_logprobs(launched: LaunchedStep) -> list[TokenLogprobs]:
     """One entry per row that wants them, in row order."""
     assert launched.results is not None
     found = launched.results.logprobs

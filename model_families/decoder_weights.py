@@ -12,6 +12,7 @@ from lm_engine.decoder import Decoder
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import DecoderConfig
 from lm_engine.model import Kernels as KernelChoice
+from lm_engine.parallel import ShardedWeights, TensorParallel, shard_config
 from model_families.checkpoint import Checkpoint, checkpoint_error
 
 TextName = Callable[[str], str | None]  # checkpoint name → ours; None: no tensor of the text half
@@ -141,10 +142,17 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     kernels: KernelChoice,
+    parallel: TensorParallel | None = None,
 ) -> Decoder:
     """Raises EngineError naming the tensor when one is missing, mis-shaped or unknown."""
     tensors = TextTensors(checkpoint, text_name, device, dtype)
-    decoder = Decoder(config, tensors, select_kernels(kernels, device, dtype))
+    chosen = select_kernels(kernels, device, dtype)
+    if parallel is None:
+        decoder = Decoder(config, tensors, chosen)
+    else:
+        share = shard_config(config, parallel.size)
+        weights = ShardedWeights(tensors, config, parallel.rank, parallel.size)
+        decoder = Decoder(share, weights, chosen, parallel)
     # A tied head is often stored as well.
     tensors.check_all_taken(allowed=("lm_head.weight",) if config.tie_embeddings else ())
     return decoder

@@ -14,6 +14,7 @@ from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
+from lm_engine.parallel import TensorParallel
 from lm_engine.talker.model import TalkerModel
 from model_families.text import ChatTokenizer
 from model_families.transcription import Transcriber
@@ -51,7 +52,15 @@ class Family(Protocol):
         """The tower of an encoder stage of the pipeline. Raises when there is none."""
         ...
 
-    def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel: ...
+    def load_decoder(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        parallel: TensorParallel | None = None,
+    ) -> DecoderModel:
+        """`parallel`: the share of one rank. Raises EngineError when the decoder cannot be divided."""
+        ...
 
     def logits_rule(self, device: torch.device) -> LogitsRule | None:
         """What binds the next token beside the model's own logits."""

@@ -17,6 +17,7 @@ from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
 from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import DecoderConfig, DecoderModel, Kernels
+from lm_engine.parallel import TensorParallel
 from lm_engine.talker.model import TalkerModel
 from model_families import decoder_weights
 from model_families.checkpoint import CONFIG_FILE, checkpoint_error, read_config
@@ -107,8 +108,16 @@ class OpenFamily:
             raise EngineError(f"family {self.name} has no encoder {stage!r}")
         return self.parts.encoders[stage](self.folder, self.media_specs, device, dtype)
 
-    def load_decoder(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> DecoderModel:
+    def load_decoder(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        parallel: TensorParallel | None = None,
+    ) -> DecoderModel:
         if self.parts.load_decoder is not None:
+            if parallel is not None:
+                raise EngineError(f"the decoder of {self.name} cannot be divided: set tensor_parallel = 1")
             return self.parts.load_decoder(self.folder, device, dtype, kernels)
         with open_checkpoint(self.folder) as checkpoint:
             return decoder_weights.load_decoder(
@@ -118,6 +127,7 @@ class OpenFamily:
                 device=device,
                 dtype=dtype,
                 kernels=kernels,
+                parallel=parallel,
             )
 
     def logits_rule(self, device: torch.device) -> LogitsRule | None:

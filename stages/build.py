@@ -3,7 +3,9 @@ line."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +15,9 @@ from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from lm_engine.config import EngineConfig
 from lm_engine.engine import LMEngine
 from lm_engine.memory import KVCapacity, StepLimits, allocate_kv, capacity_of, measure_capacity
-from lm_engine.model import DecoderModel
+from lm_engine.model import DecoderModel, PagedKV
+from lm_engine.parallel import TensorParallel
+from lm_engine.ranks import FollowingRunner, LeadingRunner
 from lm_engine.runner import Runner
 from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.runner import TalkerRunner
@@ -22,6 +26,9 @@ from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_byte
 from stages.memory_plan import MIB, StagePlan, device_bytes
 from stages.vocoder_stage import BuiltPool
 from vocoder.pool import VocoderPool, VocoderPoolConfig
+
+if TYPE_CHECKING:
+    from stages.rank_processes import RankProcesses
 
 CUDA_SHARE = 0.9  # of the free memory, for a stage without a limit of its own
 
@@ -40,27 +47,65 @@ def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -
 
 
 def build_lm_engine(
-    family: Family, config: LMConfig, plan: StagePlan, context_length: int
+    family: Family,
+    config: LMConfig,
+    plan: StagePlan,
+    context_length: int,
+    ranks: RankProcesses | None = None,
 ) -> tuple[LMEngine, str]:
+    """`ranks`: the other ranks of a tensor-parallel stage, started; this is rank 0."""
     device = torch.device(plan.device)
-    model = family.load_decoder(device, plan.dtype, config.kernels)
-    capacity = _kv_capacity(model, config, plan, context_length)
-    kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
-    runner = Runner(
-        model,
-        model.attention,
-        kv,
-        max_sequences=step_bounds(config).max_sequences,
-        max_length=context_length,
-        rule=family.logits_rule(device),
-    )
+    parallel = None if ranks is None else ranks.join(device)
+    model, kv, capacity = _load(family, config, plan, context_length, parallel)
+    rows, rule = step_bounds(config).max_sequences, family.logits_rule(device)
+    runner: Runner
+    if ranks is None or parallel is None:
+        runner = Runner(model, model.attention, kv, max_sequences=rows, max_length=context_length, rule=rule)
+    else:
+        followers = ranks.followers
+        runner = LeadingRunner(
+            model, kv, parallel, followers, max_sequences=rows, max_length=context_length, rule=rule
+        )
     num_graphs = runner.capture_graphs()
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
     )
-    dtype = str(plan.dtype).removeprefix("torch.")
     graphs = f", {num_graphs} decode graphs" if num_graphs else ""
-    return engine, f"{plan.device}, {dtype}, {model.attention.name} attention{graphs}; {capacity}"
+    where = _placement(plan) if parallel is None else f"{parallel.size} ranks, {_placement(plan)}"
+    return engine, f"{where}, {model.attention.name} attention{graphs}; {capacity}"
+
+
+def build_following_runner(
+    family: Family,
+    config: LMConfig,
+    plan: StagePlan,
+    context_length: int,
+    parallel: TensorParallel,
+    channel: socket.socket,
+) -> FollowingRunner:
+    model, kv, _ = _load(family, config, plan, context_length, parallel)
+    return FollowingRunner(
+        model,
+        kv,
+        parallel,
+        channel,
+        max_sequences=step_bounds(config).max_sequences,
+        max_length=context_length,
+        rule=family.logits_rule(torch.device(plan.device)),
+    )
+
+
+def _load(
+    family: Family, config: LMConfig, plan: StagePlan, context_length: int, parallel: TensorParallel | None
+) -> tuple[DecoderModel, PagedKV, KVCapacity]:
+    """All ranks measure together, and take what the smallest of them has room for."""
+    device = torch.device(plan.device)
+    model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
+    capacity = _kv_capacity(model, config, plan, context_length)
+    if parallel is not None:
+        capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
+    kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
+    return model, kv, capacity
 
 
 def build_talker(

@@ -80,6 +80,16 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     overlap: bool = True
     kernels: Literal["auto", "reference", "native", "triton"] = "auto"
 
+    @property
+    def rank_devices(self) -> tuple[str, ...]:
+        """A device for each rank: as listed; the first GPUs for "auto"; or all on the CPU."""
+        devices, size = self.device_list, self.tensor_parallel
+        if size == 1:
+            return devices[:1]
+        if self.devices == "auto" and devices == ("cuda:0",):
+            return tuple(f"cuda:{index}" for index in range(size))
+        return devices * size if devices == ("cpu",) else devices
+
 
 class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
     """The bounds of a step, resolved."""
@@ -287,8 +297,7 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
                 f"stage.{name}.max_step_tokens: {bounds.max_step_tokens} is below max_sequences,"
                 f" {bounds.max_sequences}"
             )
-        if lm.tensor_parallel != 1:
-            raise DeploymentError(f"stage.{name}.tensor_parallel: only 1 is supported by this version")
+        _validate_ranks(name, lm, pipeline)
     for name, encoder in deployment.encoders.items():
         _positive(f"stage.{name}", encoder, ("max_batch_tokens", "max_batch_items"))
     for name, vocoder in deployment.vocoders.items():
@@ -303,6 +312,18 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
         _positive(f"edge {edge.source}->{edge.target}", edge, ("capacity",))
     _positive("server", deployment.server, ("audio_window_s", "max_speech_s"))
     _validate_workers(deployment, pipeline)
+
+
+def _validate_ranks(name: str, lm: LMConfig, pipeline: Pipeline) -> None:
+    size = lm.tensor_parallel
+    _positive(f"stage.{name}", lm, ("tensor_parallel",))
+    if size > 1 and name != pipeline.entry:
+        raise DeploymentError(f"stage.{name}.tensor_parallel: only {pipeline.entry} can be divided, not this")
+    if len(set(lm.rank_devices)) != size and set(lm.rank_devices) != {"cpu"}:
+        raise DeploymentError(
+            f"stage.{name}.devices: tensor_parallel = {size} wants {size} different devices, there are"
+            f" {', '.join(lm.rank_devices)}"
+        )
 
 
 def _validate_placed(name: str, stage: PlacedConfig) -> None:

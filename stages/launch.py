@@ -20,7 +20,7 @@ from contracts.messages import FromStage, ToStage
 from preprocess.pool import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig
 from stages.coordinator import Coordinator
-from stages.deployment import Deployment, WorkerConfig, num_cores, parse_bytes
+from stages.deployment import Deployment, DeploymentError, WorkerConfig, num_cores, parse_bytes
 from stages.edges import ArenaDescription, EdgeEnd
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
@@ -74,10 +74,21 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
 def worker_groups(plan: Plan, options: ServeOptions) -> tuple[WorkerConfig, ...]:
     """Which stages share a process. None: all of them run in this one."""
     if options.workers == "one":
-        return ()
+        return _in_this_process(plan)
     if options.workers == "per-stage":
         return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in plan.deployment.placed)
-    return plan.deployment.workers
+    return plan.deployment.workers or _in_this_process(plan)
+
+
+def _in_this_process(plan: Plan) -> tuple[WorkerConfig, ...]:
+    """No groups; refused where the death of a rank would have to end the front process."""
+    for name, lm in plan.deployment.lms.items():
+        if lm.tensor_parallel > 1:
+            raise DeploymentError(
+                f"stage.{name}.tensor_parallel: {lm.tensor_parallel} ranks need a worker process of their"
+                " own; add [[worker]] groups or pass --workers per-stage"
+            )
+    return ()
 
 
 def _make_preprocessor(deployment: Deployment) -> Preprocessor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lm_engine.model import DecoderConfig
+from lm_engine.parallel import shard_config
 from stages.deployment import (
     DeploymentError,
     EncoderConfig,
@@ -38,6 +39,7 @@ class StagePlan:
     cache: int  # KV blocks or embedding cache
     activations: int
     limit: int | None
+    rank: int = 0  # of a tensor-parallel stage
     neighbours: int = 0  # bytes that the other stages of the device will take
 
     @property
@@ -62,6 +64,27 @@ def stage_limit(name: str, config: PlacedConfig, device: str) -> int | None:
     return parse_bytes(int(memory) if isinstance(memory, float) else memory, f"stage.{name}.memory")
 
 
+def plan_ranks(
+    name: str,
+    config: LMConfig,
+    decoder: DecoderConfig,
+    weight_elements: int,
+    dtype: torch.dtype,
+    context: int,
+    kv_share: float,
+) -> list[StagePlan]:
+    """One plan a rank. Each holds the embeddings and the head, and its share of everything else."""
+    size = config.tensor_parallel
+    if size == 1:
+        return [plan_lm(name, config, decoder, weight_elements, dtype, context, kv_share)]
+    share = shard_config(decoder, size)
+    replicated = decoder.vocab_size * decoder.hidden_size * (1 if decoder.tie_embeddings else 2)
+    elements = replicated + (weight_elements - replicated) // size
+    if len(set(config.rank_devices)) == 1:  # of the CPU's memory, which they have in common
+        kv_share /= size
+    return [plan_lm(name, config, share, elements, dtype, context, kv_share, rank) for rank in range(size)]
+
+
 def plan_lm(
     name: str,
     config: LMConfig,
@@ -70,10 +93,11 @@ def plan_lm(
     dtype: torch.dtype,
     context: int,
     share: float,
+    rank: int = 0,
 ) -> StagePlan:
     """KV for one request of full length is the least a stage must hold; more is used when memory allows it.
     `share`: of the free memory, for the KV of a stage without a limit."""
-    device = config.device_list[0]
+    device = config.rank_devices[rank]
     weights = weight_elements * dtype.itemsize
     bounds = step_bounds(config)
     logits = bounds.max_sequences * decoder.vocab_size * 4
@@ -82,7 +106,8 @@ def plan_lm(
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
     else:
         cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden, share)
-    return StagePlan(name, device, dtype, weights, cache, logits + hidden, stage_limit(name, config, device))
+    limit = stage_limit(name, config, device)
+    return StagePlan(name, device, dtype, weights, cache, logits + hidden, limit, rank)
 
 
 def default_kv_bytes(
@@ -153,7 +178,8 @@ def render_plan(plans: list[StagePlan]) -> str:
         dtype = str(p.dtype).removeprefix("torch.")
         limit = "-" if p.limit is None else _size(p.limit)
         sizes = (_size(p.weights), _size(p.cache), _size(p.activations), _size(p.total))
-        rows.append((p.stage, p.device, dtype, *sizes, limit))
+        name = f"{p.stage}/{p.rank}" if p.rank else p.stage
+        rows.append((name, p.device, dtype, *sizes, limit))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -21,7 +21,7 @@ from stages.memory_plan import (
     StagePlan,
     check_plan,
     plan_encoder,
-    plan_lm,
+    plan_ranks,
     plan_vocoder,
     render_plan,
     with_neighbours,
@@ -40,7 +40,8 @@ class Plan:
     family: Family
     deployment: Deployment
     contexts: dict[str, int]  # LM stage → tokens a sequence may have
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StagePlan, ...]  # one a rank of a tensor-parallel stage
+    options: ServeOptions
 
     @property
     def context_length(self) -> int:
@@ -53,8 +54,8 @@ class Plan:
         arena."""
         return tuple((e.source, e.target) for e in self.family.pipeline.edges if e.payload != "features")
 
-    def stage(self, name: str) -> StagePlan:
-        return next(plan for plan in self.stages if plan.stage == name)
+    def stage(self, name: str, rank: int = 0) -> StagePlan:
+        return next(plan for plan in self.stages if (plan.stage, plan.rank) == (name, rank))
 
 
 def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
@@ -77,7 +78,7 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     ]
     if check_memory:
         check_plan(plans)
-    return Plan(folder, family, deployment, contexts, with_neighbours(plans))
+    return Plan(folder, family, deployment, contexts, with_neighbours(plans), options)
 
 
 def _decoder_of(family: Family, stage: str) -> DecoderConfig:
@@ -105,7 +106,7 @@ def _plan_lms(
         dtype = resolve_dtype(config.dtype, config.device_list[0], census)
         share = THINKER_KV_SHARE if name == family.pipeline.entry else TALKER_KV_SHARE
         decoder = _decoder_of(family, name)
-        plans.append(plan_lm(name, config, decoder, census.of(name), dtype, contexts[name], share))
+        plans += plan_ranks(name, config, decoder, census.of(name), dtype, contexts[name], share)
     return plans
 
 

@@ -13,6 +13,7 @@ from stages.build import build_encoder_pool, build_lm_engine, build_talker, buil
 from stages.encoder_stage import EncoderStage, FeatureReader
 from stages.lm_stage import LMStage
 from stages.planning import Plan
+from stages.rank_processes import RankProcesses
 from stages.routes import Routes
 from stages.shell import StageLogic, StageShell
 from stages.talker_stage import TalkerStage
@@ -63,7 +64,8 @@ def _encoder_logic(plan: Plan, name: str, read: FeatureReader) -> EncoderStage:
 def _lm_logic(plan: Plan, name: str, talker: str | None) -> LMStage:
     def build() -> tuple[LMEngine, str]:
         config = plan.deployment.lms[name]
-        return build_lm_engine(plan.family, config, plan.stage(name), plan.contexts[name])
+        ranks = RankProcesses(plan, name) if config.tensor_parallel > 1 else None
+        return build_lm_engine(plan.family, config, plan.stage(name), plan.contexts[name], ranks)
 
     return LMStage(name, build, talker)
 
