@@ -5,7 +5,7 @@ Shapes: T tokens of the step, R rows of the request table, M blocks of a sequenc
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderModel, PagedKV
 from lm_engine.request_table import RequestTable
 
-logger = logging.getLogger(__name__)
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 # Beyond the last, launching takes less time than computing.
 TOKEN_SIZES = (
@@ -77,6 +78,11 @@ class PaddedInputs:
         self.lengths_R[num_rows:].zero_()
         self.tables_RM[:num_rows, :num_blocks].copy_(metadata.block_tables)
 
+    def clear(self) -> None:
+        """Nothing but padding."""
+        for tensor in (self.hidden_TH, self.slots_T, self.starts_R, self.lengths_R):
+            tensor.zero_()
+
     def metadata(self, num_tokens: int) -> AttentionMetadata:
         """Of a step of `num_tokens`, padding included, with every row of the table in it."""
         return AttentionMetadata(
@@ -108,11 +114,15 @@ class PaddedPasses:
     def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_tokens = hidden_TH.shape[0]
         size = next(size for size in TOKEN_SIZES if size >= num_tokens)
+        self._prepare(size)
         self._inputs.write(hidden_TH, positions_AT, metadata, size)
         return self._forward(size)[:num_tokens]
 
     def capture_all(self) -> int:
         return 0
+
+    def _prepare(self, size: int) -> None:
+        """Called before the inputs of a step of `size` are written."""
 
     def _forward(self, size: int) -> Tensor:
         inputs = self._inputs
@@ -126,33 +136,52 @@ class PaddedPasses:
 
 
 class CapturedPasses(PaddedPasses):
-    """Borrows model, cache and table; their memory must stay where it is."""
+    """Borrows model, cache and table; their memory must stay where it is. `record` makes something replayable
+    of a function that computes a tensor: a CUDA graph, if it is not told otherwise."""
 
     def __init__(
-        self, model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+        self,
+        model: DecoderModel,
+        attention: AttentionBackend,
+        kv: PagedKV,
+        table: RequestTable,
+        record: Record | None = None,
     ) -> None:
         super().__init__(model, attention, kv, table)
-        self._device = table.device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._record = record or CudaRecorder(table.device)
+        self._captured: dict[int, tuple[Replay, Tensor]] = {}
 
     def capture_all(self) -> int:
         with torch.inference_mode():
             for size in sorted(set(TOKEN_SIZES) - self._captured.keys(), reverse=True):
-                self._capture(size)
+                self._prepare(size)
         return len(self._captured)
 
+    def _prepare(self, size: int) -> None:
+        """Recording runs the step, which spends its input and writes the cache: so before the inputs are
+        written, and with none."""
+        if size not in self._captured:
+            self._inputs.clear()
+            self._captured[size] = self._record(lambda: super(CapturedPasses, self)._forward(size))
+
     def _forward(self, size: int) -> Tensor:
-        graph, hidden_TH = self._captured.get(size) or self._capture(size)
-        graph.replay()
+        replay, hidden_TH = self._captured[size]
+        replay()
         return hidden_TH
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        super()._forward(size)  # compiles what is new, which a capture must not
+
+class CudaRecorder:
+    """Its graphs share one pool of memory: a result is valid until the next replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        run()  # compiles what is new, which a capture must not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Other threads (encoders, copies) may use CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden_TH = super()._forward(size)
-        self._captured[size] = graph, hidden_TH
-        return self._captured[size]
+            result = run()
+        return graph.replay, result
