@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from api.errors import install_error_handlers
 from api.metrics import Metrics
 from api.middleware import ApiKey, Outermost
-from api.routes import chat, completions, models, operations, speech
+from api.routes import chat, completions, models, operations, speech, transcriptions
 from api.routes.base import Api
 from api.settings import ApiSettings
 from stages.service import Service
@@ -24,6 +24,7 @@ def create_app(service: Service, settings: ApiSettings) -> FastAPI:
             *models.routes(api),
             *operations.routes(api),
             *speech.routes(api),
+            *transcriptions.routes(api),
         ],
         redirect_slashes=False,
         # Bodies are parsed by msgspec, so FastAPI has no schema to show.

@@ -259,16 +259,16 @@ def _wrong_type(text: str) -> BadRequest:
 async def read_body(chunks: AsyncIterator[bytes], declared: str | None, max_bytes: int) -> bytes:
     """The whole body, joined once. Raises PayloadTooLarge before holding more than `max_bytes`."""
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+        raise too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     async for chunk in chunks:
         size += len(chunk)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise too_large(max_bytes)
         parts.append(chunk)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> PayloadTooLarge:
+def too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the request body is over the limit of {max_bytes} bytes")

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from contracts.conversation import Conversation, MediaPart, TextPart
-from contracts.errors import OmnistageError
+from contracts.errors import BadRequest, OmnistageError
 from contracts.messages import FinishReason, IntegrityReport, SampleDelta, TokenLogprobs
+from contracts.transcription import TranscriptLanguage, TranscriptSegment, TranscriptText
 from stages.service import (
     UNLIMITED,
     AudioChunk,
@@ -19,8 +20,11 @@ from stages.service import (
     GenerationRequest,
     ModelCard,
     PromptReady,
+    RecordingReady,
     StageHealth,
     Tokens,
+    TranscriptionEvent,
+    TranscriptionRequest,
     WorkerInfo,
 )
 
@@ -193,6 +197,10 @@ class ScriptedService:
             yield Tokens(deltas=tuple(deltas), num_cached_tokens=script.num_cached if step == 0 else None)
             position += script.per_step
 
+    async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
+        raise BadRequest("this model does not transcribe")
+        yield  # a generator
+
     def _step(
         self, script: Script, flow: Flow, answers: list[list[int]], position: int, max_tokens: int
     ) -> list[SampleDelta]:
@@ -346,3 +354,50 @@ class SpeakingService(ScriptedService):
 
 def _plain(event: Tokens) -> list[int]:
     return [t for delta in event.deltas for t in delta.token_ids if t not in SPECIALS]
+
+
+# --- transcription ------------------------------------------------------------------------------------------
+SEGMENTS = (
+    TranscriptSegment(
+        start_s=0.0, end_s=1.5, window_start_s=0.0, text=" Hello there.", token_ids=(7, 8), avg_logprob=-0.25
+    ),
+    TranscriptSegment(
+        start_s=3661.5,
+        end_s=3662.04,
+        window_start_s=3660.0,
+        text=" A --> B",
+        token_ids=(9,),
+        avg_logprob=-0.5,
+    ),
+)
+
+
+class ScribeService(ScriptedService):
+    """Hears the same in every recording."""
+
+    def __init__(self, *, error: OmnistageError | None = None, hold: bool = False) -> None:
+        super().__init__()
+        self.card = msgspec.structs.replace(self.card, input_modalities=("text", "audio"), transcribes=True)
+        self.requests: list[TranscriptionRequest] = []
+        self.outcomes: list[str] = []
+        self._error = error
+        self._hold = hold
+
+    async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
+        self.requests.append(request)
+        outcome = "aborted"
+        try:
+            yield RecordingReady(request_id="r", duration_s=4.0)
+            yield TranscriptLanguage(request.options.language or "en")
+            for segment in SEGMENTS:
+                yield TranscriptText(segment.text)
+                if request.options.timestamps:
+                    yield segment
+                if self._error is not None:
+                    raise self._error
+                if self._hold:
+                    await self.release.wait()
+            outcome = "completed"
+        finally:
+            self.outcomes.append(outcome)
+            self._notifying = asyncio.ensure_future(self._notify())

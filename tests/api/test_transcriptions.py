@@ -1,0 +1,254 @@
+"""POST /v1/audio/transcriptions: formats and refusals by script, and a tiny Whisper heard end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import wave
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import transformers
+
+from api.settings import ApiSettings
+from contracts.errors import EngineError
+from stages.launch import serve_service
+from stages.options import ServeOptions
+from tests.api.fakes import ScribeService, ScriptedService
+from tests.api.serving import client, events_of, running
+from tests.tiny_whisper import build_tiny_whisper, reference_transcription, reference_whisper
+
+PATH = "/v1/audio/transcriptions"
+FILE = {"file": ("speech.wav", b"sound", "audio/wav")}
+
+
+def transcribe(
+    service: ScriptedService,
+    path: str = PATH,
+    files: Any = FILE,
+    settings: ApiSettings | None = None,
+    **form: Any,
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client(service, settings) as http:
+            return await http.post(path, files=files, data=form)
+
+    return asyncio.run(run())
+
+
+def test_every_format() -> None:
+    assert transcribe(ScribeService()).json() == {
+        "text": "Hello there. A --> B",
+        "usage": {"seconds": 4.0, "type": "duration"},
+    }
+    assert transcribe(ScribeService(), response_format="text").text == "Hello there. A --> B\n"
+    srt = transcribe(ScribeService(), response_format="srt")
+    assert srt.text == (
+        "1\n00:00:00,000 --> 00:00:01,500\nHello there.\n\n2\n01:01:01,500 --> 01:01:02,040\nA -> B\n"
+    )
+    assert srt.headers["content-type"].startswith("application/x-subrip")
+    vtt = transcribe(ScribeService(), response_format="vtt")
+    assert vtt.text.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello there.\n")
+    verbose = transcribe(ScribeService(), response_format="verbose_json", language="de").json()
+    assert (verbose["task"], verbose["language"], verbose["duration"]) == ("transcribe", "de", 4.0)
+    assert [s["id"] for s in verbose["segments"]] == [0, 1]
+    assert verbose["segments"][1]["seek"] == 366_000
+    assert verbose["segments"][0]["tokens"] == [7, 8]
+
+
+def test_the_form_reaches_the_service() -> None:
+    service = ScribeService()
+    answer = transcribe(
+        service,
+        language="de",
+        prompt="Names: Ada.",
+        temperature="0.5",
+        seed="3",
+        response_format="verbose_json",
+        **{"timestamp_granularities[]": "segment"},
+    )
+    assert answer.status_code == 200
+    (request,) = service.requests
+    options = request.options
+    assert (options.language, options.prompt, options.temperature, options.seed) == (
+        "de",
+        "Names: Ada.",
+        0.5,
+        3,
+    )
+    assert options.timestamps
+    assert request.source.modality == "audio"
+    assert request.source.url.endswith("c291bmQ=")
+    transcribe(service, "/v1/audio/translations")
+    assert service.requests[-1].options.task == "translate"
+    assert not service.requests[-1].options.timestamps
+
+
+def test_streamed_text_is_the_whole_text() -> None:
+    *deltas, done = events_of(transcribe(ScribeService(), stream="true"))
+    assert {delta["type"] for delta in deltas} == {"transcript.text.delta"}
+    assert "".join(delta["delta"] for delta in deltas) == done["text"] == "Hello there. A --> B"
+    assert done["type"] == "transcript.text.done"
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"response_format": "xml"}, "response_format"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": "3"}, "temperature"),
+        ({"temperature": "nan"}, "temperature"),
+        ({"stream": "maybe"}, "stream"),
+        ({"stream": "true", "response_format": "srt"}, "stream"),
+        ({"timestamp_granularities[]": "segment"}, "timestamp_granularities"),
+        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"model": "other"}, "model"),
+        ({"include[]": "logprobs"}, "include[]"),
+        ({"prompt": "x" * 100_000}, None),
+    ],
+)
+def test_bad_fields_are_named(form: dict[str, str], param: str | None) -> None:
+    service = ScribeService()
+    response = transcribe(service, **form)
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    assert response.json()["error"]["param"] == param
+    assert not service.requests
+
+
+def test_what_is_no_form_and_what_lacks_the_file_is_refused() -> None:
+    async def run() -> list[httpx.Response]:
+        async with client(ScribeService()) as http:
+            return [
+                await http.post(PATH, json={"file": "x"}),
+                await http.post(PATH, files={"other": b"x"}),
+                await http.post(PATH, files={"x": b""}, data={"file": "text"}),
+                await http.post(PATH, content=b"--", headers={"content-type": "multipart/form-data"}),
+                await http.post(
+                    PATH, content=b"garbage", headers={"content-type": "multipart/form-data; boundary=b"}
+                ),
+            ]
+
+    responses = asyncio.run(run())
+    assert [r.status_code for r in responses] == [400] * len(responses)
+    assert responses[1].json()["error"]["param"] == "file"
+
+
+def test_a_body_over_the_limit_is_refused() -> None:
+    small = ApiSettings(max_body_bytes=1000)
+    response = transcribe(ScribeService(), files={"file": ("a.wav", bytes(5000))}, settings=small)
+    assert response.status_code == 413
+
+
+def test_a_model_that_does_not_transcribe_says_so() -> None:
+    response = transcribe(ScriptedService())
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "model"
+
+
+def test_errors_in_the_middle_are_told() -> None:
+    broken = EngineError("the encoder is gone")
+    assert transcribe(ScribeService(error=broken)).status_code == 500
+    streamed = transcribe(ScribeService(error=broken), stream="true")
+    assert "the encoder is gone" in streamed.text
+    assert "transcript.text.done" not in streamed.text
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_leaving_aborts_the_transcription(stream: str) -> None:
+    async def run() -> None:
+        service = ScribeService(hold=True)
+        async with running(service) as server, httpx.AsyncClient() as http:
+            posting = asyncio.create_task(http.post(server.url + PATH, files=FILE, data={"stream": stream}))
+            await service.wait_for(lambda: bool(service.requests) or posting.done())
+            while not service.requests:
+                await asyncio.sleep(0)
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+            await service.wait_for(lambda: service.outcomes == ["aborted"])
+
+    asyncio.run(run())
+
+
+# --- end to end ---------------------------------------------------------------------------------------------
+RATE = 16_000
+
+
+def wav_of(samples: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(samples.tobytes())
+    return buffer.getvalue()
+
+
+def test_a_tiny_whisper_is_served_end_to_end(tmp_path: Path) -> None:
+    """Short and long recordings, at once, through HTTP, workers, encoder and engine: the reference's
+    words."""
+    folder = build_tiny_whisper(tmp_path / "whisper")
+    rng = np.random.default_rng(0)
+    recordings = [(rng.standard_normal(int(s * RATE)) * 8000).astype("<i2") for s in (0.6, 1.0, 2.3)]
+    options = ServeOptions(model=folder, dtype="float32", overrides=('thinker.kv_memory="8MiB"',))
+
+    async def run() -> list[Any]:
+        async with serve_service(options) as service:
+            async with running(service) as server:
+                sdk = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+                async with sdk:
+                    answers = await asyncio.gather(
+                        *(
+                            sdk.audio.transcriptions.create(
+                                model="whisper",
+                                file=("a.wav", wav_of(r)),
+                                language="fr",
+                                response_format="verbose_json",
+                            )
+                            for r in recordings
+                        ),
+                        sdk.audio.transcriptions.create(
+                            model="whisper", file=("a.wav", wav_of(recordings[1])), language="fr"
+                        ),
+                        return_exceptions=True,
+                    )
+                    chat = sdk.chat.completions.create(
+                        model="whisper", messages=[{"role": "user", "content": "hi"}]
+                    )
+                    with pytest.raises(openai.BadRequestError, match="transcri"):
+                        await chat
+            await service.drained()
+            assert [r.problem for r in await service.check_integrity() if r.problem] == []
+            return answers
+
+    *timed, plain = asyncio.run(run())
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    eos = reference_whisper(folder).generation_config.eos_token_id
+
+    def text_of(token_ids: list[int]) -> str:
+        return tokenizer.decode([t for t in token_ids if t < eos])
+
+    for recording, answer in zip(recordings, timed, strict=True):
+        features = features_of(extractor, recording)
+        theirs = reference_transcription(
+            folder, features, language="fr", task="transcribe", return_timestamps=True
+        )
+        assert answer.duration == pytest.approx(len(recording) / RATE, abs=1e-3)
+        texts = [segment.text for segment in answer.segments]
+        assert texts == [text_of(segment["tokens"].tolist()) for segment in theirs][: len(texts)]
+        assert texts
+    features = features_of(extractor, recordings[1])
+    expected = reference_transcription(folder, features, language="fr", task="transcribe")
+    assert plain.text == text_of(expected).strip()
+
+
+def features_of(extractor: Any, recording: np.ndarray) -> Any:
+    sound = recording.astype(np.float32) / 32768
+    long = len(sound) > RATE
+    padding = {"truncation": False, "padding": "longest"} if long else {}
+    return extractor(sound, sampling_rate=RATE, return_tensors="pt", **padding).input_features[0]
