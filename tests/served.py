@@ -41,22 +41,25 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-Turn = tuple[str, Sequence["str | Image.Image"]]
+Turn = tuple[str, Sequence["str | Image.Image | MediaSource"]]
 
 
 def conversation(turns: Sequence[Turn]) -> Conversation:
-    """Turns of (role, parts); a part is text or a picture."""
+    """Turns of (role, parts); a part is text, a picture, or other media as it is asked for."""
     messages = tuple(
         Message(
             role=role,  # type: ignore[arg-type]
-            parts=tuple(
-                TextPart(p) if isinstance(p, str) else MediaPart(MediaSource("image", data_url(p)))
-                for p in parts
-            ),
+            parts=tuple(_part(p) for p in parts),
         )
         for role, parts in turns
     )
     return Conversation(messages=messages)
+
+
+def _part(part: str | Image.Image | MediaSource) -> TextPart | MediaPart:
+    if isinstance(part, str):
+        return TextPart(part)
+    return MediaPart(part if isinstance(part, MediaSource) else MediaSource("image", data_url(part)))
 
 
 def hf_messages(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], list[Image.Image]]:
@@ -70,7 +73,7 @@ def hf_messages(turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], list[Image
         }
         for role, parts in turns
     ]
-    return messages, [p for _, parts in turns for p in parts if not isinstance(p, str)]
+    return messages, [p for _, parts in turns for p in parts if isinstance(p, Image.Image)]
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Conversation:
         self.image_grids: list[tuple[int, int, int]] = []
         self.video_grids: list[tuple[int, int, int]] = []
         self.seconds: list[float] = []
-        self.processor = _processor(family)
+        self.processor = processor_of(family)
         for part in parts:
             if isinstance(part, int):
                 self._both(range(1, part + 1))
@@ -136,7 +136,7 @@ class Conversation:
         self._around(self.names.vision_start, self.names.video, pads, self.names.vision_end)
 
 
-def _processor(family: str):
+def processor_of(family: str):
     """The reference's layout without its image, video and audio halves."""
     names = NAMES[family]
     made = PROCESSORS[family].__new__(PROCESSORS[family])

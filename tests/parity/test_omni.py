@@ -1,0 +1,114 @@
+"""The omni families' thinkers against `transformers` generate: the same tokens and log-probabilities for
+text,
+pictures, sound and video, whatever the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.omni_oracle import Heard, OmniTurn, Oracle, served_turns, sound
+from tests.parity.test_matrix import assert_same
+from tests.served import Served, picture
+from tests.tiny_omni import OMNI_FAMILIES, reference_thinker
+
+torch.set_num_threads(1)
+NEW_TOKENS = 10
+WIDE = ("thinker.kv_memory=16MiB", "thinker.long_prefill_cap=2048")
+CUT = ("thinker.kv_memory=16MiB", "thinker.long_prefill_cap=29", "thinker.max_step_visual_tokens=17")
+
+A, B = picture(1), picture(2, 112, 60)
+LONG, SHORT = Heard(sound(1, 2.3)), Heard(sound(2, 1.1))
+
+TURNS: dict[str, Sequence[OmniTurn]] = {
+    "text": [("user", ["hello there, the answer is"])],
+    "image": [("user", [A, "what is it?"])],
+    "sound": [("user", ["listen: ", LONG, "what is it?"])],
+    "mixed": [("user", [LONG, "then", B, "and", SHORT, A, "compare them"])],
+    "3 turns": [
+        ("system", ["be brief"]),
+        ("user", [A, "one"]),
+        ("assistant", ["1"]),
+        ("user", ["two", LONG]),
+        ("assistant", ["2"]),
+        ("user", [SHORT, "three?"]),
+    ],
+}
+
+
+@pytest.fixture(params=OMNI_FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def oracles(tiny_omni: Callable[..., Path]) -> Callable[[str, str], tuple]:
+    """`oracles(family, name)`: what the reference answers, computed once."""
+    known: dict[tuple[str, str], tuple[list[int], torch.Tensor]] = {}
+
+    def answer(family: str, name: str) -> tuple[list[int], torch.Tensor]:
+        if (family, name) not in known:
+            with Served(tiny_omni(family), *WIDE) as served:
+                oracle = Oracle(tiny_omni(family), family, served)
+                for each, turns in TURNS.items():
+                    known[family, each] = oracle(turns, NEW_TOKENS)
+        return known[family, name]
+
+    return answer
+
+
+@pytest.mark.parametrize("settings", [WIDE, CUT], ids=["one chunk", "cut"])
+def test_alone_cold_and_warm(tiny_omni, oracles, family: str, settings: tuple[str, ...]) -> None:
+    with Served(tiny_omni(family), *settings) as served:
+        for name, turns in TURNS.items():
+            served.reset_cache()
+            cold = served.ask(served_turns(turns), max_tokens=NEW_TOKENS, logprobs=3)
+            assert_same(cold, oracles(family, name))
+            assert cold.num_cached_tokens == 0
+            warm = served.ask(served_turns(turns), max_tokens=NEW_TOKENS, logprobs=3)
+            assert_same(warm, oracles(family, name))
+            assert warm.num_cached_tokens >= (len(warm.prompt_token_ids) - 1) // 16 * 16
+        served.assert_clean()
+
+
+@pytest.mark.parametrize("settings", [WIDE, CUT], ids=["one chunk", "cut"])
+def test_all_at_once(tiny_omni, oracles, family: str, settings: tuple[str, ...]) -> None:
+    names = [*TURNS, "sound", "mixed"]
+    with Served(tiny_omni(family), *settings) as served:
+        turns = [served_turns(TURNS[name]) for name in names]
+        answers = served.ask_all(turns, max_tokens=NEW_TOKENS, logprobs=3)
+        for name, answer in zip(names, answers, strict=True):
+            assert_same(answer, oracles(family, name))
+        assert served.stats("audio")["encoder_items_total"] == 2  # each sound once
+        served.assert_clean()
+
+
+def test_preempted_midway(tiny_omni, family: str) -> None:
+    """Two prompts fit the KV pool and their answers do not: whoever comes second is preempted and resumes."""
+    folder, new_tokens = tiny_omni(family), 40
+    names = ("text", "image", "sound")
+    with Served(folder, *WIDE) as served:
+        oracle = Oracle(folder, family, served)
+        expected = [oracle(TURNS[name], new_tokens, ignore_eos=True) for name in names]
+        lengths = [oracle.inputs(TURNS[name])["input_ids"].shape[1] for name in names]
+    config = reference_thinker(folder).config.get_text_config()
+    block_bytes = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4
+    num_blocks = 1 + -(-(2 * max(lengths) + new_tokens) // 4)
+    settings = (
+        f"thinker.kv_memory={num_blocks * block_bytes}",
+        "thinker.block_size=4",
+        f"thinker.max_context={max(lengths) + new_tokens}",
+        "thinker.prefix_cache=false",
+    )
+    with Served(folder, *settings) as served:
+        conversations = [served_turns(TURNS[name]) for name in names]
+        for turns in conversations:  # so that media are known and the requests meet in the scheduler
+            served.ask(turns, max_tokens=1)
+        answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=3)
+        for answer, reference in zip(answers, expected, strict=True):
+            assert_same(answer, reference)
+        assert served.stats("thinker")["num_preemptions_total"] > 0
+        served.assert_clean()
