@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Policy = Literal["fcfs", "priority", "fair", "cache_aware"]
+SpokenHidden = Literal["media", "all"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class EngineConfig:
     `max_item_tokens`, the longest span the processor can produce, is checked here instead of per request.
     `aging_s`: waiting that long is worth one level of priority (policy "priority").
     `max_deferrals`: times a request may be overtaken (policy "cache_aware").
+    `spoken_hidden`: whose kept hidden states a talker takes: the prompt's media, or all of the prompt and of
+    the answer. None: there is no talker.
     """
 
     num_blocks: int
@@ -39,6 +42,7 @@ class EngineConfig:
     atomic_spans: bool = False
     max_item_tokens: int | None = None
     overlap: bool = True
+    spoken_hidden: SpokenHidden | None = None
     stage: str = "lm"
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from contracts.chunks import Chunk
@@ -32,6 +32,7 @@ from lm_engine.intake import Intake, Positions
 from lm_engine.plan import Runner, StepResult
 from lm_engine.scheduler import ScheduledStep, Scheduler
 from lm_engine.sequence import Request, Sequence, State
+from lm_engine.spoken import Reading, SpeechFeed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,7 @@ class InFlight:
     step: ScheduledStep
     future: asyncio.Future[StepResult]
     submitted_s: float
+    readings: list[Reading]
 
 
 class LMEngine:
@@ -61,6 +63,10 @@ class LMEngine:
     Plain loop: a step is planned, run and applied before the next is planned. Overlapped loop: step N + 1 is
     planned and submitted while N runs; what N turns out to have ended has its row of N + 1 discarded. Both
     give the same tokens.
+
+    Of requests with speech, the chunks of a step are the streams "prompt" (`positions` [n], their `hidden`
+    [n, H]) and "text" (`token_ids` [k], with their `hidden` [k, H] where the talker takes them), without the
+    token that ends the answer.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class LMEngine:
         self._in_flight: deque[InFlight] = deque()
         self._depth = 2 if config.overlap else 1
         self._outbox: list[Generated | EmbeddingsNeeded | Failed] = []
+        self._feed = SpeechFeed(config.spoken_hidden)
         self._stalled = False  # nothing can be planned until something arrives
         self._closed = False
         self._charges = config.policy == "fair"
@@ -97,12 +104,24 @@ class LMEngine:
             raise ServiceUnavailable("the engine is shutting down", request_id=message.request_id)
         if message.request_id in self._scheduler.requests:
             raise EngineError("a request of this id is in progress", request_id=message.request_id)
+        if message.speech and self.config.spoken_hidden is None:
+            raise EngineError("this model does not speak", request_id=message.request_id)
         self._check_queue(message)
         request = self._intake.make_request(message)
         self._scheduler.add(request)
         self._stalled = False
+        if message.speech:
+            self._feed.open(request)
         for seq in request.sequences:
-            if seq.num_output and (reason := self._end_of(seq)) is not None:
+            if not (seq.num_output and request.tail != "stop"):
+                continue
+            if (reason := self._end_of(seq)) is None:
+                continue
+            if message.speech:  # its streams start over, so it is computed again
+                if reason == "stop":
+                    request.tail_token = seq.token_ids.pop()
+                request.tail, seq.max_length = reason, len(seq.token_ids) + 1
+            else:
                 self._finish_resumed(seq, reason)
 
     def abort(self, request_id: str) -> None:
@@ -110,6 +129,8 @@ class LMEngine:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
             self._scheduler.remove(request)
+            self._feed.forget(request)
+        self._feed.drop(request_id)
         self._outbox = [message for message in self._outbox if message.request_id != request_id]
         self._stalled = False
 
@@ -119,7 +140,8 @@ class LMEngine:
         if request is not None:
             seq = request.sequences[sample]
             if seq.state is not State.FINISHED:
-                self._scheduler.finish(seq)
+                self._finish(seq, seq.num_output)
+                self._feed.send_text(seq)
         self._stalled = False
 
     def embeddings_ready(self, request_id: str, item_index: int, embeddings: Tensor) -> None:
@@ -158,7 +180,7 @@ class LMEngine:
     # --- the loop -------------------------------------------------------------------------------------------
     def has_work(self) -> bool:
         """Whether `step` would get anything done. False while everything waits for embeddings."""
-        if self._outbox or self._in_flight:
+        if self._outbox or self._in_flight or self._feed.has_chunks:
             return True
         return bool(self._scheduler.requests) and not self._stalled
 
@@ -166,10 +188,11 @@ class LMEngine:
         """Plans and submits what it can; waits for a result only when it must, and not before requests for
         embeddings have been handed out. May be cancelled; a step in flight is picked up by the next call."""
         launched = len(self._in_flight) < self._depth and self._launch()
-        if not self._outbox and self._in_flight and (len(self._in_flight) == self._depth or not launched):
+        pending = self._outbox or self._feed.has_chunks
+        if not pending and self._in_flight and (len(self._in_flight) == self._depth or not launched):
             await self._land()
         messages, self._outbox = tuple(self._outbox), []
-        return StepEvents(messages)
+        return StepEvents(messages, self._feed.take_chunks())
 
     def _launch(self) -> bool:
         step, asks = self._scheduler.plan()
@@ -181,9 +204,13 @@ class LMEngine:
             )
             self._stalled = idle
             return False
+        readings = self._feed.plan_reads(step.sequences, step.plan.sequences)
+        plan = step.plan
+        if readings:
+            plan = replace(plan, hidden_reads=tuple(reading.read for reading in readings))
         submitted_s = self._clock()
-        future = asyncio.wrap_future(self._runner.submit(step.plan))
-        self._in_flight.append(InFlight(step, future, submitted_s))
+        future = asyncio.wrap_future(self._runner.submit(plan))
+        self._in_flight.append(InFlight(step, future, submitted_s, readings))
         return True
 
     async def _land(self) -> None:
@@ -198,7 +225,10 @@ class LMEngine:
         now = self._clock()
         self._meter.record(flight.step.num_tokens, now - max(flight.submitted_s, self._last_landed_s))
         self._last_landed_s = now
-        self._apply(flight.step, flight.future.result())
+        result = flight.future.result()
+        self._feed.landed(flight.readings, result.hidden)
+        self._apply(flight.step, result)
+        self._feed.send_texts(flight.step.sequences)
 
     def _apply(self, step: ScheduledStep, result: StepResult) -> None:
         assert result.step_id == step.plan.step_id, f"result of step {result.step_id}"
@@ -231,6 +261,8 @@ class LMEngine:
         tokens.append(token)
         if len(tokens) >= seq.next_full and seq.num_computed >= seq.next_full:
             self._scheduler.register_full_blocks(seq)
+        if seq.request.tail is not None and len(tokens) >= seq.max_length:
+            return self._take_tail(seq)
         if self._charges:
             self._scheduler.room.charge(seq.request.tenant, 0, 1)
         if token in seq.request.stop_ids or len(tokens) >= seq.max_length:
@@ -244,7 +276,7 @@ class LMEngine:
     def _take_last_token(
         self, seq: Sequence, token: int, logprobs: TokenLogprobs | None, reason: FinishReason
     ) -> SampleDelta:
-        self._scheduler.finish(seq)
+        self._finish(seq, seq.num_output - (reason == "stop"))
         return SampleDelta(
             sample=seq.sample,
             token_ids=(token,),
@@ -252,6 +284,22 @@ class LMEngine:
             finish_reason=reason,
             stop_token_id=token if reason == "stop" else None,
         )
+
+    def _take_tail(self, seq: Sequence) -> SampleDelta:
+        """Ends a sample whose answer was complete before this token."""
+        request = seq.request
+        seq.token_ids.pop()
+        self._finish(seq, seq.num_output)
+        return SampleDelta(
+            sample=seq.sample,
+            token_ids=(),
+            finish_reason=request.tail,
+            stop_token_id=request.tail_token,
+        )
+
+    def _finish(self, seq: Sequence, num_spoken: int) -> None:
+        self._scheduler.finish(seq)
+        self._feed.finish(seq, num_spoken)
 
     def _end_of(self, seq: Sequence) -> FinishReason | None:
         """Whether the sequence's last token ends it. A stop token counts as one only after min_tokens."""
@@ -279,6 +327,8 @@ class LMEngine:
     # --- failures -------------------------------------------------------------------------------------------
     def _fail(self, request: Request, error: OmnistageError) -> None:
         self._scheduler.remove(request)
+        self._feed.forget(request)
+        self._feed.drop(request.id)
         error.request_id, error.stage = request.id, self.config.stage
         self._outbox.append(Failed(request.id, error.info()))
 
@@ -300,7 +350,8 @@ class LMEngine:
         self._stalled = False
 
     def is_idle(self) -> bool:
-        return not self._scheduler.requests and not self._in_flight and not self._outbox
+        busy = self._scheduler.requests or self._in_flight or self._outbox
+        return not busy and self._feed.is_idle
 
     def check_integrity(self) -> str | None:
         """The first broken conservation law, or None. Valid at any time between calls."""
@@ -332,6 +383,7 @@ class LMEngine:
         self._closed = True
         for request in list(self._scheduler.requests.values()):
             self._scheduler.remove(request)
+        self._feed.clear()
         self._outbox.clear()
         self._runner.close()
         while self._in_flight:

@@ -45,6 +45,10 @@ class Intake:
             stop_ids=frozenset((*model_stops, *sampling.stop_token_ids)),
         )
         make_sequences(request, max_length)
+        if message.forced is not None:
+            request.tail = "stop"
+        elif message.speech and self._config.spoken_hidden == "all":
+            request.tail = "length"
         self._num_requests += 1
         return request
 
@@ -54,22 +58,25 @@ class Intake:
         return priority * self._config.aging_s + self._clock() if aged else float(priority)
 
     def _max_length(self, message: Generate) -> int:
-        """The length at which a sample is full."""
+        """The length at which a sample is full. A tail (`Request.tail`) is one token more, so that the last
+        token of the answer is computed and its hidden state is there."""
         prompt, max_tokens = message.prompt, message.sampling.max_tokens
         assert max_tokens >= 1, "the API checks max_tokens"
-        num_prompt = len(prompt.token_ids)
+        num_prompt, forced = len(prompt.token_ids), message.forced
         if num_prompt == 0:
             raise BadRequest("The prompt is empty.", request_id=message.request_id, param="messages")
         context, capacity = self._config.context_length, self._config.kv_capacity_tokens
-        need = num_prompt + max_tokens
+        need = num_prompt + (max_tokens if forced is None else len(forced))
         if need > context:
             raise self._too_long(message, f"The model's context holds {context} tokens, want {need}")
-        if num_prompt > capacity:
+        given = num_prompt if forced is None else need
+        if given > capacity:
             raise self._too_long(
-                message, f"The KV cache holds {capacity} tokens, the prompt alone has {num_prompt}"
+                message, f"The KV cache holds {capacity} tokens, the prompt alone has {given}"
             )
         # The last token needs no KV of its own. An output that outgrows the cache ends with "length".
-        return min(need, capacity + 1)
+        has_tail = forced is not None or (message.speech and self._config.spoken_hidden == "all")
+        return min(need + has_tail, capacity + 1)
 
     def _too_long(self, message: Generate, what: str) -> ContextLengthExceeded:
         prompt = message.prompt

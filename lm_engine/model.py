@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from lm_engine.config import SpokenHidden
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -48,7 +50,7 @@ class DecoderConfig:
 
     `kept_hidden_layer`: the hidden states after so many layers are kept beside the KV, one row a slot, for a
     talker to read. After all layers they are those of the final norm, before that those without the deepstack
-    features that are added there.
+    features that are added there. `kept_hidden_of`: see `EngineConfig.spoken_hidden`.
     """
 
     vocab_size: int
@@ -68,6 +70,7 @@ class DecoderConfig:
     moe: MoeConfig | None = None  # None: every MLP is dense
     num_deepstack_levels: int = 0  # visual features added after the first layers (Qwen3-VL)
     kept_hidden_layer: int | None = None
+    kept_hidden_of: SpokenHidden = "media"
 
     @property
     def num_position_axes(self) -> int:

@@ -72,9 +72,18 @@ class SpanPiece:
 
 
 @dataclass(frozen=True)
+class HiddenRead:
+    """Kept hidden states of these sequence indices of `slot`, which this step or earlier ones compute."""
+
+    slot: int
+    indices: np.ndarray  # int64
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Order of effects: release slots, admit, copy blocks (source → target), append blocks, compute,
-    sample. A released slot may be unknown to the runner when the plan that admitted it failed."""
+    read hidden states, sample. A released slot may be unknown to the runner when the plan that admitted it
+    failed."""
 
     step_id: int
     released_slots: tuple[int, ...]
@@ -82,6 +91,7 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...]
     sequences: tuple[SequenceStep, ...]
     span_pieces: tuple[SpanPiece, ...]
+    hidden_reads: tuple[HiddenRead, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +114,7 @@ class StepResult:
     step_id: int
     sampled: tuple[SampledToken, ...]
     failed_slots: tuple[int, ...] = ()
+    hidden: tuple[Tensor, ...] = ()  # [N, H] on the device, one per read of the plan
 
 
 class Runner(Protocol):

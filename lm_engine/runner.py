@@ -6,7 +6,7 @@ Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, S sam
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from lm_engine.host_copies import HostCopies
 from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.passes import MixedPasses, make_passes
-from lm_engine.plan import SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
+from lm_engine.plan import HiddenRead, SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler
 from lm_engine.sampler import Logprobs, Sampled
@@ -33,6 +33,7 @@ class LaunchedStep:
     num_top_S: tuple[int | None, ...]  # alternatives each row wants; None = no log-probabilities
     results: Sampled | None
     done: torch.cuda.Event | None  # None: already complete
+    hidden: tuple[Tensor, ...] = ()
 
 
 class Runner:
@@ -95,6 +96,18 @@ class Runner:
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        launched = self._compute(plan)
+        if not plan.hidden_reads:
+            return launched
+        return replace(launched, hidden=tuple(self._read_hidden(read) for read in plan.hidden_reads))
+
+    def _read_hidden(self, read: HiddenRead) -> Tensor:
+        assert self.kv.hidden is not None, "the cache has no hidden states"
+        index_N = self.table.to_device(read.indices)
+        block_N = self.table.block_tables[read.slot, index_N // self.kv.block_size].long()
+        return self.kv.hidden[block_N, index_N % self.kv.block_size]
+
+    def _compute(self, plan: StepPlan) -> LaunchedStep:
         self.table.turn_over(plan.released_slots, plan.admissions)
         self.table.write_admissions(plan.admissions)
         self._copy_blocks(plan.block_copies)
@@ -192,7 +205,7 @@ def _to_host(sampled: Sampled, copies: HostCopies) -> tuple[Sampled, torch.cuda.
 def collect(launched: LaunchedStep) -> StepResult:
     """Waits for the device's results and makes them host values."""
     if launched.results is None:
-        return StepResult(launched.step_id, ())
+        return StepResult(launched.step_id, (), hidden=launched.hidden)
     if launched.done is not None:
         launched.done.synchronize()
     tokens, valid = launched.results.token_R.tolist(), launched.results.valid_R.tolist()
@@ -202,7 +215,7 @@ def collect(launched: LaunchedStep) -> StepResult:
         for slot, token, num_top in zip(launched.slots_S, tokens, launched.num_top_S, strict=True)
     )
     failed = tuple(slot for slot, ok in zip(launched.slots_S, valid, strict=True) if not ok)
-    return StepResult(launched.step_id, sampled, failed)
+    return StepResult(launched.step_id, sampled, failed, launched.hidden)
 
 
 def _host_logprobs(launched: LaunchedStep) -> list[TokenLogprobs]:

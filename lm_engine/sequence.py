@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from contracts.messages import Generate
+from contracts.messages import FinishReason, Generate
 from lm_engine.media_layout import MediaLayout
 from lm_engine.prefix_cache import BlockContent
 
@@ -108,6 +108,9 @@ class Request:
     num_unfinished: int = 0
     num_cached_tokens: int | None = None  # prompt tokens served from the prefix cache, once known
     reported: bool = False  # its first Generated, with the cached share, is out
+    # With speech: the last token that is drawn is none of the answer's, which then ends with this reason.
+    tail: FinishReason | None = None
+    tail_token: int | None = None  # the end token that a replayed answer had; it is not computed again
     id: str = ""
     num_prompt: int = 0
     min_tokens: int = 0
@@ -132,7 +135,7 @@ def make_sequences(request: Request, max_length: int) -> None:
     seed = message.sampling.seed
     assert seed is not None or message.sampling.greedy, "the coordinator fills in the seed"
     for sample in range(message.sampling.n):
-        sent = message.resume[sample] if sample < len(message.resume) else ()
+        sent = message.resume[sample] if sample < len(message.resume) else message.forced or ()
         request.sequences.append(
             Sequence(
                 request=request,

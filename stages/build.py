@@ -195,6 +195,7 @@ def _engine_config(
         bounded,
         embedding_width=decoder.hidden_size * (1 + decoder.num_deepstack_levels) if takes_media else 0,
         plain_embedding_width=decoder.hidden_size if takes_media else 0,
+        spoken_hidden=None if decoder.kept_hidden_layer is None else decoder.kept_hidden_of,
     )
 
 

@@ -135,7 +135,7 @@ def take_text(
         raise EngineError("the thinker sent text after its end")
     if not all(0 <= token < config.text_vocab_size for token in token_ids):
         raise EngineError("the thinker sent a token outside the vocabulary")
-    if config.text_hidden:
+    if config.text_hidden and token_ids:
         want = (len(token_ids), config.hidden_width)
         if hidden_KX is None or tuple(hidden_KX.shape) != want:
             found = None if hidden_KX is None else tuple(hidden_KX.shape)
