@@ -7,17 +7,16 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from model_families.checkpoint import Checkpoint, checkpoint_error, read_config
 from model_families.module_weights import fill_module
 from model_families.rope import RopeParameters
+from model_families.snakes import finish_snakes, snake_name
 from vocoder.code2wav import Code2Wav, Code2WavConfig, Code2WavNetwork
 from vocoder.transformer import TransformerConfig
 
 SAMPLE_RATE = 24_000
 PREFIX = "code2wav."
-SNAKE_EPS = 1e-9
 
 
 class Code2WavFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,15 +94,6 @@ def load_vocoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Code
     return Code2Wav(network)
 
 
-def finish_snakes(name: str, stored: Tensor) -> Tensor:
-    """Snakes are stored as logarithms: of the frequency, and of what the magnitude is divided by."""
-    if name.endswith(".frequency"):
-        return stored.float().exp()[:, None]
-    if name.endswith(".gain"):
-        return 1.0 / (stored.float().exp() + SNAKE_EPS)[:, None]
-    return stored
-
-
 class Names:
     """Their decoder is one list: the entry convolution, the blocks, a snake, the exit convolution."""
 
@@ -168,8 +158,4 @@ def _finish(name: str) -> str:
     """Blocks count from 0 after the entry, units from 0 after a block's snake and upsampling."""
     name = re.sub(r"^blocks\.(\d+)", lambda m: f"blocks.{int(m[1]) - 1}", name)
     name = re.sub(r"\.units\.(\d+)", lambda m: f".units.{int(m[1]) - 2}", name)
-    return name.removesuffix(".alpha") + ".frequency" if name.endswith(".alpha") else _gain(name)
-
-
-def _gain(name: str) -> str:
-    return name.removesuffix(".beta") + ".gain" if name.endswith(".beta") else name
+    return snake_name(name)
