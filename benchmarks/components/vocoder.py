@@ -187,8 +187,8 @@ def main() -> None:
         f" --frames {arguments.frames} --shapes {arguments.shapes}"
     )
     print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}; {processor_name()}, pinned to core"
-        f" {core}; median CPU time of {arguments.rounds}; {arguments.frames} frames of 80 ms, float32"
+        f"torch {torch.__version__}, transformers {transformers.__version__}; {processor_name()}, pinned to"
+        f" core {core}; median CPU time of {arguments.rounds}; {arguments.frames} frames of 80 ms, float32"
     )
     print("\n| shape | decoder | samples/s | x realtime | error | missing |")
     print("|---|---|---|---|---|---|")
