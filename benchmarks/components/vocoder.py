@@ -84,7 +84,7 @@ def build(fields: dict[str, object], folder: Path) -> tuple[Qwen3OmniMoeCode2Wav
 
 def stream(vocoder: Code2Wav, codes_KQ: Tensor, chunk: int, num_streams: int) -> list[Tensor]:
     states = [vocoder.open() for _ in range(num_streams)]
-    parts = codes_KQ.split(chunk)
+    parts = torch.split(codes_KQ, chunk)
     pcm: list[list[Tensor]] = [[] for _ in states]
     for index, part in enumerate(parts):
         rows = [VocoderRow(state, part, index == len(parts) - 1) for state in states]
