@@ -6,7 +6,8 @@ BIN := .venv/bin
 MODEL := .models/omnistage-default
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test check bench clean
+WHISPER := .models/whisper-tiny-en
+.PHONY: whisper setup demo test check bench clean
 
 setup: .venv/.packages $(MODEL)/config.json
 	@if [ -f lm_engine/native/build.py ]; then $(BIN)/python -m lm_engine.native.build; fi
@@ -46,6 +47,11 @@ check: .venv/.packages
 $(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages
 	@echo "building the default model (about a minute)"
 	@TQDM_DISABLE=1 $(BIN)/python -m model_families.default_model.build $(MODEL)
+
+whisper: $(WHISPER)/config.json
+
+$(WHISPER)/config.json: | .venv/.packages
+	$(BIN)/python -m model_families.whisper.fetch $(WHISPER)
 
 clean:
 	rm -rf .venv .models build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,21 +8,39 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from api.generation import Generation
+from contracts.errors import TooManyRequests
 from stages.service import AudioChunk
+
+MAX_TRIES = 120  # of a piece after the first
+RETRY_AFTER_S = 1.0
 
 
 class _Piece:
-    """A generation that may begin before its turn: accepted, and its first sound made."""
+    """A generation that may begin before its turn: accepted, and its first sound made.
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+    `patient`: a full server does not refuse the rest of a speech that it has begun; the piece asks again.
+    """
+
+    def __init__(self, make: Callable[[], Generation], *, patient: bool) -> None:
+        self._make = make
+        self._tries_left = MAX_TRIES if patient else 1
+        self.generation = make()
         self._first = asyncio.create_task(self._begin())
         self._heard_first = False
 
     async def _begin(self) -> AudioChunk | None:
-        await self.generation.__aenter__()
-        await self.generation.start()
-        return await self._read()
+        while True:
+            self._tries_left -= 1
+            await self.generation.__aenter__()
+            try:
+                await self.generation.start()
+                return await self._read()
+            except TooManyRequests as error:
+                if not self._tries_left:
+                    raise
+                await self.generation.__aexit__(type(error), error, None)
+                self.generation = self._make()
+                await asyncio.sleep(error.retry_after_s or RETRY_AFTER_S)
 
     async def next(self) -> AudioChunk | None:
         """None: all of it was spoken."""
@@ -55,6 +73,7 @@ class SpeechParts:
     def __init__(self, makers: Iterable[Callable[[], Generation]]) -> None:
         self._makers = deque(makers)
         self._open: deque[_Piece] = deque()
+        self._begun = False
         self.num_prompt_tokens = 0
         self.num_samples = 0
         self.cut = False  # a piece was ended at its bound
@@ -71,7 +90,8 @@ class SpeechParts:
 
     def _open_next(self) -> None:
         if self._makers:
-            self._open.append(_Piece(self._makers.popleft()()))
+            self._open.append(_Piece(self._makers.popleft(), patient=self._begun))
+            self._begun = True
 
     async def next(self) -> bytes | None:
         """The next samples, float32 little-endian; None after the last."""

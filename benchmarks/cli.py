@@ -18,6 +18,7 @@ class Benchmark(NamedTuple):
 BENCHMARKS = {
     "chat": Benchmark("benchmarks.chat.command", "sessions of several turns about images, under load"),
     "decode": Benchmark("benchmarks.decode_http", "decoding speed at 1 and 8 streams, servers side by side"),
+    "speech": Benchmark("benchmarks.speech.command", "spoken answers as a listener has them"),
     "repeat-image": Benchmark("benchmarks.repeat_image", "first token of a repeated image against a new one"),
 }
 

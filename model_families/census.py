@@ -14,7 +14,12 @@ from model_families.dummy_weights import open_checkpoint
 
 # What marks a tensor of each stage but the thinker, to which all others belong.
 _STARTS: Mapping[str, str] = {"talker.": "talker", "code2wav.": "vocoder", "token2wav.": "vocoder"}
-_MARKS: Mapping[str, str] = {"visual.": "vision", "audio_tower.": "audio", "model.encoder.": "audio"}
+_MARKS: Mapping[str, str] = {
+    "visual.": "vision",
+    "audio_tower.": "audio",
+    "model.encoder.": "audio",
+    "multi_modal_projector.": "audio",
+}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from model_families.qwen2_5_omni.parts import PARTS as QWEN2_5_OMNI
 from model_families.qwen2_5_vl.parts import PARTS as QWEN2_5_VL
 from model_families.qwen2_vl.parts import PARTS as QWEN2_VL
 from model_families.qwen3.parts import PARTS as QWEN3
+from model_families.qwen3_asr.parts import PARTS as QWEN3_ASR
 from model_families.qwen3_omni_moe.parts import PARTS as QWEN3_OMNI_MOE
 from model_families.qwen3_vl.parts import PARTS as QWEN3_VL
 from model_families.qwen3_vl_moe.parts import PARTS as QWEN3_VL_MOE
@@ -52,6 +53,7 @@ FAMILIES = {
         QWEN2_5_OMNI,
         QWEN3_OMNI_MOE,
         WHISPER,
+        QWEN3_ASR,
     )
 }
 GENERATION_FILE = "generation_config.json"

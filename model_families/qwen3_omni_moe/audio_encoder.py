@@ -35,12 +35,16 @@ class Qwen3OmniEars(msgspec.Struct, frozen=True):
 
 class Qwen3OmniAudioTower(AudioTower):
     """A sound of several chunks pads its last one with silence in the features, as the reference does: what
-    the later convolutions make of that silence reaches the last rows. A sound of one chunk has no padding."""
+    the later convolutions make of that silence reaches the last rows. A sound of one chunk has no padding,
+    unless the family `fills_chunks` always (Qwen3-ASR)."""
 
-    def __init__(self, config: Qwen3OmniAudioConfig, attention: PackedAttention) -> None:
+    def __init__(
+        self, config: Qwen3OmniAudioConfig, attention: PackedAttention, *, fills_chunks: bool = False
+    ) -> None:
         super().__init__()
         require_gelu(config)
         self.config = config
+        self.fills_chunks = fills_chunks
         self.embedding_width = config.output_dim
         width, channels = config.d_model, config.downsample_hidden_size
         self.conv1 = nn.Conv2d(1, channels, kernel_size=3, stride=2, padding=1)
@@ -70,7 +74,7 @@ class Qwen3OmniAudioTower(AudioTower):
         """The rows of all sounds, in order. Sounds of several chunks are convolved together; shorter ones
         have each a length of their own."""
         chunk = 2 * self.config.n_window
-        long = [index for index, mel in enumerate(features) if mel.shape[1] >= chunk]
+        long = [index for index, mel in enumerate(features) if mel.shape[1] >= chunk or self.fills_chunks]
         rows: dict[int, Tensor] = {}
         if long:
             together = self._convolve([features[index] for index in long])
@@ -85,6 +89,8 @@ class Qwen3OmniAudioTower(AudioTower):
         chunk = 2 * self.config.n_window
         frames_C = chunk_lengths([mel.shape[1] for mel in features], chunk)
         mel_CMF = stack_chunks(features, chunk)
+        if self.fills_chunks:
+            mel_CMF = functional.pad(mel_CMF, (0, chunk - mel_CMF.shape[2]))
         parts = []
         for part_CMF in torch.split(mel_CMF, self.config.conv_chunksize):
             x = part_CMF.unsqueeze(1)

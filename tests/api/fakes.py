@@ -325,6 +325,8 @@ class SpeakingService(ScriptedService):
             if asked is None:
                 return
         else:
+            if script.refusal is not None:
+                raise script.refusal
             prompt, media = self._prompt(flow.request)
             yield PromptReady(
                 request_id=request_id, prompt_token_ids=prompt, media_tokens=media, max_tokens=1

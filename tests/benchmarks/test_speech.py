@@ -1,0 +1,99 @@
+"""`omnistage bench speech`: exact arrival times through the player, and a server that speaks by script."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.speech.command import SpeechReport, main
+from benchmarks.speech.playback import Packet, play
+from contracts.errors import EngineError
+from tests.api.fakes import SAMPLE_RATE, SpeakingService, SpeechScript
+from tests.api.serving import running
+
+RATE = 1000
+
+
+def pcm(seconds: float, value: int = 20_000) -> bytes:
+    return np.full(round(seconds * RATE), value, "<i2").tobytes()
+
+
+def test_speech_that_comes_in_time_never_stops_the_player() -> None:
+    playback = play([Packet(10.5, pcm(1.0)), Packet(11.0, pcm(1.0)), Packet(11.2, pcm(0.5))], 10.0, RATE)
+    assert playback is not None
+    assert playback.first_packet_s == pytest.approx(0.5)
+    assert playback.audible_s == pytest.approx(0.5)
+    assert playback.duration_s == pytest.approx(2.5)
+    assert playback.underrun_s == 0
+    assert playback.rtf == pytest.approx(1.2 / 2.5)
+
+
+def test_late_packets_stop_the_player_and_are_summed() -> None:
+    """It plays 0-1, stands still for 0.5, plays 1.5-2.5, stands still for 0.25."""
+    playback = play([Packet(0.0, pcm(1.0)), Packet(1.5, pcm(1.0)), Packet(2.75, pcm(0.1))], -1.0, RATE)
+    assert playback is not None
+    assert playback.underrun_s == pytest.approx(0.75)
+    assert playback.first_packet_s == pytest.approx(1.0)
+
+
+def test_leading_silence_is_not_heard() -> None:
+    silent = pcm(0.3, value=100)
+    playback = play([Packet(2.0, silent), Packet(2.1, silent + pcm(0.2))], 1.0, RATE)
+    assert playback is not None
+    assert playback.first_packet_s == pytest.approx(1.0)
+    assert playback.audible_s == pytest.approx(1.6)
+    nothing = play([Packet(2.0, silent)], 1.0, RATE)
+    assert nothing is not None
+    assert nothing.audible_s is None
+
+
+def test_the_loudest_negative_sample_is_loud_and_samples_may_be_cut() -> None:
+    data = np.array([0, -32768, 5], "<i2").tobytes()
+    playback = play([Packet(0.0, data[:3]), Packet(0.5, data[3:])], 0.0, RATE)
+    assert playback is not None
+    assert playback.audible_s == pytest.approx(0.5)
+    assert playback.duration_s == pytest.approx(0.003)
+    assert play([Packet(0.0, b"x")], 0.0, RATE) is None
+
+
+def bench(service: SpeakingService, tmp_path: Path, *arguments: str) -> tuple[int, SpeechReport]:
+    """The command in a thread, as it runs a loop of its own; the server on this one."""
+    result = tmp_path / "report.json"
+
+    async def run() -> int:
+        async with running(service) as server:
+            argv = ["--url", server.url, "--requests", "4", "--words", "6", "--voice", "Ethan"]
+            argv += ["--sample-rate", str(SAMPLE_RATE), "--json", str(result), *arguments]
+            return await asyncio.to_thread(main, argv)
+
+    code = asyncio.run(run())
+    return code, msgspec.json.decode(result.read_bytes(), type=SpeechReport)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--chat", "--concurrency", "2")])
+def test_a_server_is_measured(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    service = SpeakingService()
+    code, report = bench(service, tmp_path, *arguments)
+    assert code == 0
+    assert report.failures == {}
+    assert report.silent == 0
+    assert report.first_audible_ms is not None
+    assert report.first_audible_ms.count == 4
+    assert report.audio_s > 0
+    assert len(service.flows) == 5  # with the one that warms up
+    if not arguments:
+        said = [flow.request.speech.verbatim for flow in service.flows.values()]  # type: ignore[union-attr]
+        assert len(set(said)) == 5
+
+
+@pytest.mark.parametrize("arguments", [(), ("--chat",)])
+def test_failures_are_counted_not_measured(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    service = SpeakingService(speech=SpeechScript(error=EngineError("the talker is gone")))
+    code, report = bench(service, tmp_path, *arguments)
+    assert code == 1
+    assert sum(report.failures.values()) == 4
+    assert report.first_packet_ms is None
