@@ -37,7 +37,12 @@ class LoadDecoder(Protocol):
 
 class LoadTalker(Protocol):
     def __call__(
-        self, folder: Path, device: torch.device, dtype: torch.dtype, kernels: Kernels
+        self,
+        folder: Path,
+        processor: Processor,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: Kernels,
     ) -> TalkerModel: ...
 
 
@@ -47,10 +52,12 @@ class LoadVocoder(Protocol):
 
 @dataclass(frozen=True)
 class SpeechParts:
-    """`read_spec`: None for a checkpoint without its talker; then `silent_pipeline` is the graph."""
+    """`read_spec`: None for a checkpoint without its talker; then `silent_pipeline` is the graph.
+    `kept_hidden` fills in what the thinker's cache keeps for the talker."""
 
     read_spec: Callable[[Path], SpeechSpec | None]
     read_talker_config: Callable[[Path], DecoderConfig]
+    kept_hidden: Callable[[Path, DecoderConfig], DecoderConfig]
     load_talker: LoadTalker
     load_vocoder: LoadVocoder
     silent_pipeline: Pipeline

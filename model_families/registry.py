@@ -137,7 +137,7 @@ class OpenFamily:
         return None if make is None else make(self.folder, device)
 
     def load_talker(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> TalkerModel:
-        return self._speech_parts.load_talker(self.folder, device, dtype, kernels)
+        return self._speech_parts.load_talker(self.folder, self.processor, device, dtype, kernels)
 
     def load_vocoder(self, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]:
         return self._speech_parts.load_vocoder(self.folder, device, dtype)
@@ -160,11 +160,15 @@ def open_family(folder: Path) -> Family:
     decoder_config = parts.read_decoder_config(folder)
     tokenizer = HFChatTokenizer(folder, parts.placeholders)
     speech = None if parts.speech is None else parts.speech.read_spec(folder)
+    pipeline, talker_config = parts.pipeline, None
+    if parts.speech is not None and speech is None:
+        pipeline = parts.speech.silent_pipeline
+    elif parts.speech is not None:
+        talker_config = parts.speech.read_talker_config(folder)
+        decoder_config = parts.speech.kept_hidden(folder, decoder_config)
     return OpenFamily(
         name=parts.name,
-        pipeline=parts.pipeline
-        if parts.speech is None or speech is not None
-        else parts.speech.silent_pipeline,
+        pipeline=pipeline,
         tokenizer=tokenizer,
         decoder_config=decoder_config,
         media_specs=processor.media_specs,
@@ -175,9 +179,7 @@ def open_family(folder: Path) -> Family:
         processor=processor,
         transcriber=None if parts.transcriber is None else parts.transcriber(folder, tokenizer),
         speech=speech,
-        talker_config=None
-        if speech is None or parts.speech is None
-        else parts.speech.read_talker_config(folder),
+        talker_config=talker_config,
     )
 
 

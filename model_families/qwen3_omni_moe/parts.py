@@ -12,6 +12,7 @@ from model_families.qwen3_omni_moe.decoder import decoder_config
 from model_families.qwen3_omni_moe.encoder import load_encoder
 from model_families.qwen3_omni_moe.pipeline import PIPELINE
 from model_families.qwen3_omni_moe.processor import PLACEHOLDERS, open_processor
+from model_families.qwen3_omni_moe.speech import SPEECH
 from model_families.qwen3_omni_moe.weights import text_name
 from model_families.qwen3_vl.decoder import Qwen3VLConfig
 
@@ -28,5 +29,6 @@ PARTS = FamilyParts(
     text_name=text_name,
     encoders={"vision": load_encoder, "audio": load_audio},
     model_types=("qwen3_omni_moe_thinker",),
+    speech=SPEECH,
     placeholders=PLACEHOLDERS,
 )

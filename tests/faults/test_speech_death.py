@@ -1,0 +1,87 @@
+"""A worker that dies while an answer is spoken: no sample is missing, repeated or different."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts.params import SamplingParams
+from model_families.registry import open_family
+from stages.service import AudioChunk, GenerationRequest, SpeechOptions
+from tests.served import Served, picture
+from tests.spoken import SpokenAnswer, Turns, speak, spoken_conversation
+from tests.tiny_omni import CODEC_EOS_3
+
+FAMILY = "qwen3_omni_moe"
+NUM_FRAMES, WINDOW_FRAMES = 40, 8
+QUESTIONS: list[Turns] = [
+    [("user", ["hello there, the answer is"])],
+    [("user", [picture(1), "what is it?"])],
+    [("user", ["who is in the house"]), ("assistant", ["a thing"]), ("user", ["again"])],
+]
+
+
+def talker(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.9, top_k=20, seed=seed, logit_bias=((CODEC_EOS_3, -100.0),))
+
+
+def sampling(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True)
+
+
+async def struck(served: Served, index: int, stage: str) -> SpokenAnswer:
+    """Kills the stage once the first sound is there; the talker cannot have got far beyond."""
+    request = GenerationRequest(
+        input=spoken_conversation(QUESTIONS[index]),
+        sampling=sampling(index),
+        speech=SpeechOptions(sampling=talker(index)),
+    )
+    answer = SpokenAnswer()
+    async for event in served.service.generate(request):
+        if isinstance(event, AudioChunk) and not answer.pcm:
+            (worker,) = (w for w in served.service.workers() if stage in w.stages)
+            os.kill(worker.pid, signal.SIGKILL)
+        answer.take(event)
+    return answer
+
+
+@pytest.mark.parametrize("stage", ["thinker", "talker", "vocoder"])
+def test_speech_goes_on_over_the_death_of_a_stage(tiny_omni: Callable[..., Path], stage: str) -> None:
+    folder = tiny_omni(FAMILY)
+    spec = open_family(folder).speech
+    assert spec is not None
+    settings = (
+        "thinker.kv_memory=8MiB",
+        "talker.kv_memory=8MiB",
+        "preprocess.workers=1",
+        f"server.max_speech_s={(NUM_FRAMES - 0.5) / spec.frames_per_s}",
+        f"server.audio_window_s={(WINDOW_FRAMES - 0.5) / spec.frames_per_s}",
+    )
+
+    async def ask(served: Served, index: int) -> SpokenAnswer:
+        options = {"max_tokens": 24, "temperature": 0.8, "seed": index, "ignore_eos": True}
+        return await speak(served, QUESTIONS[index], talker=talker(index), **options)
+
+    async def strike(served: Served) -> list[SpokenAnswer]:
+        others = [ask(served, index) for index in range(1, len(QUESTIONS))]
+        text = served.answer([("user", ["hello"])], max_tokens=12)
+        answers = await asyncio.gather(struck(served, 0, stage), *others)
+        await text
+        await served.worker_restarted(stage, 1)
+        return list(answers)
+
+    with Served(folder, *settings, workers="per-stage") as served:
+        undisturbed = [served.run(ask(served, index)) for index in range(len(QUESTIONS))]
+        disturbed = served.run(strike(served))
+        for one, other in zip(undisturbed, disturbed, strict=True):
+            assert one.samples.numel() > 0
+            assert (one.tokens, one.audio_finish) == (other.tokens, other.audio_finish)
+            assert one.samples.shape == other.samples.shape
+            torch.testing.assert_close(one.samples, other.samples, atol=1e-5, rtol=0)
+        served.assert_clean()
