@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import av
 from av.container import InputContainer
+from av.stream import Stream
 
 from contracts.errors import MediaDecodeError
 
@@ -36,6 +37,12 @@ def opened(data: bytes, kind: str) -> Iterator[InputContainer]:
         ) from None
     with container, malformed(kind):
         yield container
+
+
+def check_codec(stream: Stream, kind: str) -> None:
+    """Raises MediaDecodeError when nothing here can decode the track."""
+    if stream.codec_context is None:
+        raise MediaDecodeError(f"the {kind} track has an unknown codec")
 
 
 @contextmanager

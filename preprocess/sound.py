@@ -19,7 +19,7 @@ from av.container import InputContainer
 
 from contracts.errors import MediaDecodeError, MediaTooLarge
 from contracts.specs import AudioSpec, MediaLimits
-from preprocess.container import opened
+from preprocess.container import check_codec, opened
 
 Float32 = npt.NDArray[np.float32]
 
@@ -33,6 +33,7 @@ _SCALES = {
     "flt": (0, 1),
     "dbl": (0, 1),
 }
+_MAX_PLANES = 7  # PyAV looks for a null after the last plane: beyond the frame's eight pointers is none
 
 
 class Sound(NamedTuple):
@@ -52,6 +53,7 @@ def decode_audio(data: bytes, spec: AudioSpec, limits: MediaLimits) -> Sound:
         stream = audio_stream(container)
         if stream is None:
             raise MediaDecodeError("the file has no audio track")
+        check_codec(stream, "audio")
         _check_header(container, stream, len(data), spec, limits)
         return _collect(_mono_frames(container, stream, limits), spec, limits)
 
@@ -99,7 +101,7 @@ def _mono_frames(
             frames = next(packets).decode()
         except StopIteration:
             break
-        except av.InvalidDataError as error:
+        except av.FFmpegError as error:
             broken = error
             continue
         for frame in frames:
@@ -117,6 +119,8 @@ def _to_mono(frame: AudioFrame) -> Float32:
     if name not in _SCALES:
         raise MediaDecodeError(f"unsupported sample format {frame.format.name!r}")
     silence, full_scale = _SCALES[name]
+    if frame.format.is_planar and frame.layout.nb_channels > _MAX_PLANES:
+        (frame,) = av.AudioResampler(format=frame.format.packed.name).resample(frame)
     values = frame.to_ndarray()
     if not frame.format.is_planar:  # one row of interleaved channels
         values = values.reshape(-1, frame.layout.nb_channels).T

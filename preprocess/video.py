@@ -21,7 +21,7 @@ from PIL import Image
 
 from contracts.errors import MediaDecodeError, MediaTooLarge
 from contracts.specs import MediaLimits, Resample
-from preprocess.container import malformed, opened
+from preprocess.container import check_codec, malformed, opened
 from preprocess.images import RESAMPLE
 
 DEFAULT_FPS = 24.0  # of files without any notion of time, as in the reference
@@ -113,6 +113,7 @@ def resized_rgb(
 def _video_stream(container: InputContainer) -> VideoStream:
     for stream in container.streams.video:
         if not stream.disposition & Disposition.attached_pic:  # a cover picture is no video
+            check_codec(stream, "video")
             return stream
     raise MediaDecodeError("the file has no video track")
 
@@ -142,7 +143,7 @@ def _timeline(container: InputContainer, stream: VideoStream, limits: MediaLimit
     while True:
         try:
             packet = next(packets, None)
-        except av.InvalidDataError:  # the rest of the file cannot be read
+        except av.FFmpegError:  # the rest of the file cannot be read
             break
         if packet is None:
             break
@@ -194,7 +195,7 @@ def _decoded(data: bytes, limits: MediaLimits) -> Iterator[VideoFrame]:
             try:
                 packet = next(packets, None)
                 frames = [] if packet is None else packet.decode()
-            except av.InvalidDataError:
+            except av.FFmpegError:
                 continue
             if packet is None:
                 return

@@ -31,13 +31,14 @@ def record(
     channels_CS: np.ndarray, rate: int, container: str, codec: str, sample_format: str | None = None
 ) -> bytes:
     """A sound file. Integers are scaled from [-1, 1]; encoders that want another format get it converted."""
-    layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(channels_CS)]
+    layout = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}[len(channels_CS)]
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
         stream = file.add_stream(codec, rate=rate, layout=layout)
         if sample_format is not None:
             stream.codec_context.format = sample_format
-        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(channels_CS), format="fltp", layout=layout)
+        interleaved = np.ascontiguousarray(channels_CS.T.reshape(1, -1))
+        frame = av.AudioFrame.from_ndarray(interleaved, format="flt", layout=layout)
         frame.sample_rate = rate
         frame.pts = 0
         resampler = av.AudioResampler(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
+import msgspec
 import numpy as np
 import pytest
 
-from contracts.errors import MediaDecodeError, MediaError
+from api.conversation import conversation_of
+from api.schemas import ABSENT, ChatMessage
+from contracts.errors import MediaDecodeError, MediaError, MediaTooLarge
 from contracts.media import MediaSource
 from contracts.specs import MediaSpecs
 from preprocess.mel import log_mel
@@ -116,5 +120,64 @@ def test_bad_sounds_fail_alone_and_by_name() -> None:
                 await service.resolve(source(SOUND), MediaSpecs())
             await heard(service, SOUND)
             assert service.pool.counters.worker_deaths_total == 0
+
+    run(scenario)
+
+
+def test_input_audio_and_audio_url_are_the_same_item() -> None:
+    """As both forms of one message part, whatever format the client names."""
+    payload = base64.b64encode(SOUND).decode()
+    forms = [
+        {"type": "input_audio", "input_audio": {"data": payload, "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": payload, "format": "mp3"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{payload}"}},
+        {"type": "audio_url", "audio_url": data_url(SOUND, "application/octet-stream")},
+    ]
+    message = msgspec.convert({"role": "user", "content": forms}, ChatMessage)
+    conversation = conversation_of(
+        [message],
+        tools=ABSENT,
+        add_generation_prompt=None,
+        continue_final_message=None,
+        input_modalities=("text", "audio"),
+    )
+
+    async def scenario() -> None:
+        async with running() as service:
+            items = []
+            for given in conversation.media():
+                for resolved in await service.resolve(given, SPECS):
+                    resolved.release()
+                    items.append(msgspec.structs.replace(resolved.item, features=None))
+            assert items == items[:1] * 4
+            assert service.counters.jobs_total == 1
+
+    run(scenario)
+
+
+def test_all_of_a_long_sound_is_heard() -> None:
+    """62 s, with a tone in the 46th: nothing is cut off without a word."""
+    samples = np.zeros(62 * 16_000, np.int16)
+    samples[45 * 16_000 : 46 * 16_000] = int16(tone(1.0))
+
+    async def scenario() -> None:
+        async with running() as service:
+            (resolved,) = await service.resolve(source(wav(samples)), SPECS)
+            assert (resolved.item.num_frames, resolved.item.duration_s) == (6200, 62)
+            assert resolved.item.num_tokens == 62 * 13
+            assert resolved.item.features is not None
+            mel = service.pool.arena.view(resolved.item.features)
+            assert 4500 <= int(mel.max(axis=0).argmax()) <= 4600
+            resolved.release()
+
+    run(scenario)
+
+
+def test_two_hours_are_refused_by_the_header() -> None:
+    async def scenario() -> None:
+        async with running() as service:
+            two_hours = wav(np.zeros(7200 * 8000, np.uint8), 8000)
+            with pytest.raises(MediaTooLarge, match="7200 s long or more; the limit is 3600 s"):
+                await service.resolve(source(two_hours), SPECS)
 
     run(scenario)

@@ -63,7 +63,7 @@ def test_formats_decode_to_the_same_sound(name):
     assert 0 <= len(samples) - 2 * RATE <= slack
     assert pitch(samples[: 2 * RATE]) == pytest.approx(440, abs=1)
     peaks = np.abs(samples[: 2 * RATE]).reshape(32, -1).max(axis=1)
-    assert np.median(peaks) == pytest.approx(0.5, abs=0.03)  # lossy encoders overshoot here and there
+    assert np.median(peaks) == pytest.approx(0.5, abs=0.06)  # lossy encoders overshoot here and there
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -85,9 +85,17 @@ def test_stereo_is_averaged_then_resampled():
     assert np.abs(samples[2000:-2000]).max() == pytest.approx(0.25, abs=0.005)
 
 
-def test_six_channels_are_averaged():
-    samples = decoded(record(np.repeat(tone(0.5), 6, axis=0), RATE, "wav", "pcm_s16le"))
+@pytest.mark.parametrize("num_channels", [6, 8])
+@pytest.mark.parametrize(("container", "codec"), [("wav", "pcm_s16le"), ("flac", "flac")])
+def test_many_channels_are_averaged(num_channels, container, codec):
+    samples = decoded(record(np.repeat(tone(0.5), num_channels, axis=0), RATE, container, codec))
     np.testing.assert_allclose(samples, tone(0.5)[0], atol=1 / 32768)
+
+
+def test_eight_planes_of_samples():
+    """PyAV alone reads a ninth, from nowhere."""
+    samples = decoded(record(np.repeat(tone(0.5, 48_000), 8, axis=0), 48_000, "mp4", "aac"))
+    assert pitch(samples[:8000]) == pytest.approx(440, abs=2)
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000])
