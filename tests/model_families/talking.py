@@ -27,6 +27,7 @@ class Spoken:
     text_hidden_KX: torch.Tensor  # of the text, after the final norm
     frames: list[tuple[int, ...]]
     ended: bool
+    pictures: list[torch.Tensor]  # embeddings of each, deepstack levels beside them
 
 
 class StubProcessor:
@@ -37,7 +38,7 @@ class StubProcessor:
         return mrope_positions(len(prompt.token_ids), spans)
 
 
-def prompt_of(turns: list[Any], tokenizer: Any, family: str) -> Prompt:
+def prompt_of(turns: list[Any], tokenizer: Any, family: str, seed: int = 0) -> Prompt:
     """Turns are (role, text); `<image>` in a text is a picture."""
     start, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>"))
     names = NAMES[family]
@@ -51,7 +52,7 @@ def prompt_of(turns: list[Any], tokenizer: Any, family: str) -> Prompt:
         for i, part in enumerate((text or "").split("<image>")):
             if i:
                 ids.append(marks[0])
-                digest = ContentDigest(bytes([len(items)]) * 16)
+                digest = ContentDigest(bytes([len(items), seed]) * 8)
                 spans.append(MediaSpan(len(ids), num_tokens, len(items), digest))
                 items.append(
                     MediaItem(
@@ -107,6 +108,9 @@ def speak(
     replaced = "forward" if two_five else "chunked_decode"
     original = getattr(vocoder, replaced)
     setattr(vocoder, replaced, silent)
+    hook = model.thinker.model.visual.register_forward_hook(
+        lambda *given: kept.update(seen=_rows(given[2], two_five))
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns of its own arguments
@@ -120,6 +124,7 @@ def speak(
                 **({"talker_eos_token_id": [CODEC_PAD, CODEC_EOS]} if two_five else {}),
             )
     finally:
+        hook.remove()
         del model.thinker.generate, model.talker.generate
         setattr(vocoder, replaced, original)
     return _spoken(prompt, voice, kept, two_five, max_frames)
@@ -138,4 +143,10 @@ def _spoken(prompt: Prompt, voice: str, kept: dict[str, Any], two_five: bool, ma
         drawn = [hidden[-1] for hidden in talked.hidden_states if hidden[-1] is not None]
         frames = [tuple(frame[0].tolist()) for frame in drawn]
         ended = len(frames) < max_frames
-    return Spoken(prompt, voice, text, layers_LPX, torch.cat(rows), frames, ended)
+    pictures = list(kept["seen"].chunk(len(prompt.items))) if prompt.items else []
+    return Spoken(prompt, voice, text, layers_LPX, torch.cat(rows), frames, ended, pictures)
+
+
+def _rows(seen: Any, two_five: bool) -> torch.Tensor:
+    levels = [] if two_five else seen.deepstack_features
+    return torch.cat([seen.pooler_output, *levels], dim=1)

@@ -15,15 +15,18 @@ from transformers import AutoTokenizer
 
 from contracts.errors import BadRequest, EngineError
 from contracts.media import Prompt
-from contracts.messages import Speak
+from contracts.messages import EmbeddingsNeeded, Generate, Generated, Speak
 from contracts.params import SamplingParams
 from lm_engine.config import EngineConfig
+from lm_engine.engine import LMEngine
 from lm_engine.memory import allocate_kv
+from lm_engine.runner import Runner
 from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.runner import TalkerRunner
 from model_families.qwen2_5_omni import talker as qwen2_5
 from model_families.qwen2_5_omni.speakers import read_speakers
 from model_families.qwen3_omni_moe import talker as qwen3
+from model_families.registry import open_family
 from tests.model_families.talking import Spoken, StubProcessor, prompt_of, speak
 from tests.tiny_omni import OMNI_FAMILIES, VOICES, reference_omni
 
@@ -52,7 +55,7 @@ def references(family, folder) -> tuple[Spoken, ...]:
     for i in range(8):
         turns = CONVERSATIONS[i % 4]
         turns = [*turns[:-1], ("user", turns[-1][1] + " now" * (i // 4))]
-        prompt = prompt_of(turns, tokenizer, family)
+        prompt = prompt_of(turns, tokenizer, family, seed=i)
         frames, tokens = MAX_FRAMES - i % 3, 3 + i
         answers.append(speak(model, prompt, VOICES[i % 2], max_tokens=tokens, max_frames=frames, seed=i))
     return tuple(answers)
@@ -181,6 +184,90 @@ def test_eight_at_once_in_chunks_with_text_that_comes_by_and_by(family, tiny_omn
         for i, spoken in enumerate(found):
             mouth.check(str(i), spoken)
         assert mouth.engine.is_idle()
+
+
+class Mind:
+    """A thinker engine beside a mouth; its chunks go where the edge would take them."""
+
+    def __init__(self, family, folder, mouth, **changes) -> None:
+        opened = open_family(folder)
+        layers = {"kept_hidden_layer": KEPT_LAYER[family]}
+        kept_of = "all" if family == "qwen2_5_omni" else "media"
+        opened.decoder_config = dataclasses.replace(opened.decoder_config, kept_hidden_of=kept_of, **layers)
+        decoder = opened.load_decoder(CPU, torch.float32, "native")
+        width = opened.decoder_config.hidden_size
+        fields = {"num_blocks": 22, "context_length": 200, "max_step_tokens": 40, "max_sequences": 8}
+        fields |= {"block_size": 8, "plain_embedding_width": width, "long_prefill_cap": 13}
+        fields |= {"embedding_width": width * (1 + decoder.config.num_deepstack_levels)}
+        config = EngineConfig(**(fields | {"eos_token_ids": (), "spoken_hidden": kept_of} | changes))
+        kv = allocate_kv(decoder.config, config.num_blocks, 8, torch.float32, CPU)
+        runner = Runner(decoder, decoder.attention, kv, max_sequences=8, max_length=200)
+        self.engine = LMEngine(config, runner, StubProcessor().positions)
+        self.mouth = mouth
+        self.tokens: dict[str, list[int]] = {}
+        self.pictures: dict[str, list[torch.Tensor]] = {}
+
+    def ask(self, name, spoken, **fields) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=len(spoken.text))
+        self.tokens[name], self.pictures[name] = [], spoken.pictures
+        self.engine.add(
+            Generate(request_id=name, prompt=spoken.prompt, sampling=sampling, speech=True, **fields)
+        )
+
+    async def think(self) -> None:
+        for _ in range(500):
+            if not self.engine.has_work():
+                return
+            events = await self.engine.step()
+            for message in events.messages:
+                if isinstance(message, Generated):
+                    self.tokens[message.request_id] += message.deltas[0].token_ids
+                    continue
+                assert isinstance(message, EmbeddingsNeeded), message
+                for item in message.item_indices:
+                    rows = self.pictures[message.request_id][item]
+                    self.engine.embeddings_ready(message.request_id, item, rows)
+            for chunk in events.chunks:
+                take = {"prompt": self.mouth.engine.prompt_ready, "text": self.mouth.engine.text_ready}
+                take[chunk.stream](chunk.request_id, chunk.tensors, chunk.last)
+            assert self.engine.check_integrity() is None
+            await self.mouth.step()
+        raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_thinker_and_talker_together(family, tiny_omni, overlap):
+    """Eight at once through both engines, cached prefixes, preempted, in chunks; then spoken verbatim."""
+    found = references(family, tiny_omni(family))
+
+    async def play(mouth, mind) -> None:
+        for name, spoken in enumerate(found):
+            mouth.add(str(name), spoken)
+            mind.ask(str(name), spoken)
+        for name, spoken in ((f"verbatim {i}", spoken) for i, spoken in enumerate(found)):
+            mouth.add(name, spoken)
+        await mind.think()
+        for i, spoken in enumerate(found):
+            mind.ask(f"verbatim {i}", spoken, forced=tuple(spoken.text))
+        await mind.think()
+        await mouth.drain()
+
+    with Mouth(family, tiny_omni(family), overlap=overlap) as mouth:
+        mind = Mind(family, tiny_omni(family), mouth, overlap=overlap)
+        try:
+            asyncio.run(play(mouth, mind))
+            assert mind.engine.is_idle()
+            assert mouth.engine.is_idle()
+            stats = mind.engine.stats()
+            assert stats["prefix_cache_hits_total"] > 0
+            assert stats["num_preemptions_total"] > 0
+        finally:
+            mind.engine.close()
+    for i, spoken in enumerate(found):
+        assert mind.tokens[str(i)] == spoken.text
+        assert mind.tokens[f"verbatim {i}"] == []
+        mouth.check(str(i), spoken)
+        mouth.check(f"verbatim {i}", spoken)
 
 
 def _nothing(mouth):
