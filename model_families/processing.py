@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from contracts.digests import ContentDigest
 from contracts.errors import BadRequest
 from contracts.media import MediaItem, Prompt
 from contracts.specs import MediaSpecs
 
 Positions = npt.NDArray[np.int64] | npt.NDArray[np.float32]
-
-
-def placed_digest(item: MediaItem) -> ContentDigest:
-    """Identity of an item's rows at their positions: the same frames at another pace are another prompt."""
-    if item.modality != "video":
-        return item.pixel_digest
-    pace = struct.pack("<d", item.seconds_per_grid)
-    return ContentDigest(xxhash.xxh3_128_digest(item.pixel_digest + pace))
 
 
 class Processor(Protocol):

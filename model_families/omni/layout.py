@@ -7,15 +7,14 @@ Times are counted in position ids: `positions_per_s` of them a second, one per t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from contracts.errors import BadRequest
-from contracts.media import MediaItem, MediaSpan, Modality, Prompt
-from model_families.processing import placed_digest
+from contracts.media import MediaItem, Modality, Prompt
+from model_families.prompt import PromptBuilder, find_placeholders
 
 Times = npt.NDArray[np.float64]
 
@@ -87,20 +86,6 @@ def interleave_by_time(video_times: Times, num_audio: int) -> list[tuple[bool, i
     return order
 
 
-@dataclass
-class _Builder:
-    """A prompt under construction."""
-
-    items: Sequence[MediaItem]
-    token_ids: list[int] = field(default_factory=list)
-    spans: list[MediaSpan] = field(default_factory=list)
-
-    def media(self, token: int, index: int, length: int) -> None:
-        digest = placed_digest(self.items[index])
-        self.spans.append(MediaSpan(len(self.token_ids), length, index, digest))
-        self.token_ids += [token] * length
-
-
 @dataclass(frozen=True)
 class OmniLayout:
     tokens: OmniTokens
@@ -108,26 +93,22 @@ class OmniLayout:
     positions_per_s: float
     interleave: Interleave
 
-    def __call__(self, token_ids: Sequence[int], items: Sequence[MediaItem]) -> Prompt:
+    def __call__(self, token_ids: list[int], items: Sequence[MediaItem]) -> Prompt:
         """Raises BadRequest when placeholders and items do not match in kind and number."""
-        modality_of = self.tokens.modality_of
-        wanted = [modality_of[token] for token in token_ids if token in modality_of]
-        _check(wanted, [item for item in items if not item.of_video])
-        builder = _Builder(items)
-        index = 0
-        for token in token_ids:
-            if token not in modality_of:
-                builder.token_ids.append(token)
-                continue
-            with_sound = index + 1 < len(items) and items[index + 1].of_video
-            if with_sound:
+        places = find_placeholders(token_ids, self.tokens.modality_of, items)
+        builder = PromptBuilder(items)
+        done = 0
+        for place, index in places:
+            builder.token_ids += token_ids[done:place]
+            done = place + 1
+            if index + 1 < len(items) and items[index + 1].of_video:
                 self._video_with_sound(builder, index)
             else:
-                builder.media(token, index, items[index].num_tokens)
-            index += 2 if with_sound else 1
-        return Prompt(builder.token_ids, tuple(items), tuple(builder.spans))
+                builder.media(token_ids[place], index, items[index].num_tokens)
+        builder.token_ids += token_ids[done:]
+        return builder.prompt()
 
-    def _video_with_sound(self, builder: _Builder, index: int) -> None:
+    def _video_with_sound(self, builder: PromptBuilder, index: int) -> None:
         video, audio = builder.items[index : index + 2]
         assert (video.modality, audio.modality) == ("video", "audio"), "a sound track without its video"
         frames, rows, columns = video.grid_thw
@@ -140,18 +121,3 @@ class OmniLayout:
             else:
                 builder.media(self.tokens.audio, index + 1, length)
         builder.token_ids.append(self.tokens.audio_end)
-
-
-def _check(wanted: Sequence[Modality], given: Sequence[MediaItem]) -> None:
-    if len(wanted) != len(given):
-        raise BadRequest(
-            f"the prompt has {len(wanted)} media placeholders but {len(given)} items came with it",
-            param="messages",
-        )
-    for place, (modality, item) in enumerate(zip(wanted, given, strict=True)):
-        if modality != item.modality:
-            raise BadRequest(
-                f"placeholder {place} of the prompt is for {modality}, its item is {item.modality}",
-                param="messages",
-            )
-        assert item.num_tokens > 0, "an item without tokens"

@@ -33,6 +33,7 @@ class Qwen25VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
     intermediate_size: int = 3420
     out_hidden_size: int = 3584
     window_size: int = 112  # pixels
+    tokens_per_second: float = 4  # temporal positions of a second of video
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
     @property

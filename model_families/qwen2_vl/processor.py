@@ -1,4 +1,4 @@
-"""Qwen2-VL: pictures, their tokens and their M-RoPE positions."""
+"""Qwen2-VL: pictures and videos, their tokens and their M-RoPE positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL: pictures, their tokens and their M-RoPE positions."""
+"""Qwen3-VL: pictures and videos, their tokens and their M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -11,4 +11,5 @@ from model_families.vision.processor import open_vision_processor
 
 
 def open_processor(folder: Path) -> Processor:
-    return open_vision_processor(folder, read_config(folder, Qwen3VLConfig).vision_config)
+    vision = read_config(folder, Qwen3VLConfig).vision_config
+    return open_vision_processor(folder, vision, "qwen3_vl", stamped=True)

@@ -49,3 +49,5 @@ class MediaTokens(msgspec.Struct, frozen=True, kw_only=True):
 
     image_token_id: int = 151655
     video_token_id: int = 151656
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from model_families.processing import Positions
 from model_families.vision.packing import Grid
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class GridSpan:
         return self.offset + frames * rows * columns
 
 
-def mrope_positions(num_tokens: int, spans: Sequence[GridSpan]) -> tuple[Positions, int]:
+def mrope_positions(num_tokens: int, spans: Sequence[GridSpan]) -> tuple[Ints, int]:
     """[3, num_tokens] (t, h, w), and delta: token i ≥ num_tokens has position i + delta. Spans ascend."""
     positions = np.empty((3, num_tokens), dtype=np.int64)
     done = following = 0  # tokens filled; the position of the next text token
@@ -50,6 +52,6 @@ def mrope_positions(num_tokens: int, spans: Sequence[GridSpan]) -> tuple[Positio
     return positions, int(positions.max(initial=-1)) + 1 - num_tokens
 
 
-def _count_up(positions: Positions, start: int, end: int, first: int) -> int:
+def _count_up(positions: Ints, start: int, end: int, first: int) -> int:
     positions[:, start:end] = np.arange(first, first + end - start)
     return first + end - start

@@ -1,4 +1,5 @@
-"""Prompt layout and positions of the Qwen-VL families: one placeholder per picture grows to its tokens."""
+"""Prompt layout and positions of the Qwen-VL families: a placeholder grows to its picture's or video's
+tokens."""
 
 from __future__ import annotations
 
@@ -8,65 +9,108 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
 
-from contracts.errors import BadRequest
-from contracts.media import MediaItem, MediaSpan, Modality, Prompt
-from contracts.specs import ImageSpec, MediaSpecs
+from contracts.media import MediaItem, Modality, Prompt
+from contracts.specs import MediaSpecs
 from model_families.checkpoint import read_config
-from model_families.processing import Positions
+from model_families.prompt import PromptBuilder, find_placeholders
 from model_families.vision.config import MediaTokens, VisionConfig
 from model_families.vision.image_spec import read_image_spec
 from model_families.vision.positions import GridSpan, mrope_positions
+from model_families.vision.video_spec import Rule, read_video_spec
 
-PLACEHOLDERS: Mapping[Modality, str] = {"image": "<|vision_start|><|image_pad|><|vision_end|>"}
+PLACEHOLDERS: Mapping[Modality, str] = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+}
+
+
+@dataclass(frozen=True)
+class FrameStamps:
+    """Qwen3-VL: before each frame of a video its time as text, and markers around the frame."""
+
+    tokenizer: Tokenizer
+    start_id: int
+    end_id: int
+
+    def before(self, time_s: float) -> list[int]:
+        stamp: list[int] = self.tokenizer.encode(f"<{time_s:.1f} seconds>", add_special_tokens=False).ids
+        return [*stamp, self.start_id]
 
 
 @dataclass(frozen=True)
 class VisionProcessor:
-    image_spec: ImageSpec
-    media_tokens: MediaTokens
+    """`positions_per_s` (Qwen2.5-VL): temporal positions of a second of video; None: one a frame."""
 
-    @property
-    def media_specs(self) -> MediaSpecs:
-        return MediaSpecs(image=self.image_spec)
+    media_specs: MediaSpecs
+    media_tokens: MediaTokens
+    positions_per_s: float | None = None
+    stamps: FrameStamps | None = None
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
-        ids_T = np.array(token_ids, dtype=np.int64)
-        if (ids_T == self.media_tokens.video_token_id).any():
-            raise BadRequest("this model takes no video yet; send frames as images", param="messages")
-        places = np.flatnonzero(ids_T == self.media_tokens.image_token_id)
-        self._check(len(places), items)
-        counts_T = np.ones(len(ids_T), dtype=np.int64)
-        counts_T[places] = [item.num_tokens for item in items]
-        offsets = (np.cumsum(counts_T) - counts_T)[places].tolist()
-        spans = tuple(
-            MediaSpan(offset, item.num_tokens, index, item.pixel_digest)
-            for index, (offset, item) in enumerate(zip(offsets, items, strict=True))
-        )
-        return Prompt(np.repeat(ids_T, counts_T).tolist(), tuple(items), spans)
+        ids = self.media_tokens
+        modality_of: dict[int, Modality] = {ids.image_token_id: "image", ids.video_token_id: "video"}
+        builder = PromptBuilder(items)
+        done = 0
+        for place, index in find_placeholders(token_ids, modality_of, items):
+            builder.token_ids += token_ids[done:place]
+            done = place + 1
+            item = items[index]
+            assert item.num_tokens == prod(self._grid(item)), "an item's token count and grid differ"
+            if item.modality == "video" and self.stamps is not None:
+                self._stamped(builder, index, self.stamps)
+            else:
+                builder.media(token_ids[place], index, item.num_tokens)
+        builder.token_ids += token_ids[done:]
+        return builder.prompt()
 
-    def positions(self, prompt: Prompt) -> tuple[Positions, int]:
-        merge = self.image_spec.merge_size
+    def _stamped(self, builder: PromptBuilder, index: int, stamps: FrameStamps) -> None:
+        item = builder.items[index]
+        frames, rows, columns = self._grid(item)
+        assert len(item.timestamps_s) == frames, "a video without the times of its frames"
+        for time_s in item.timestamps_s:
+            builder.token_ids += stamps.before(time_s)
+            builder.media(self.media_tokens.video_token_id, index, rows * columns)
+            builder.token_ids.append(stamps.end_id)
+
+    def positions(self, prompt: Prompt) -> tuple[npt.NDArray[np.int64], int]:
         spans = []
         for span in prompt.spans:
-            frames, rows, columns = prompt.items[span.item_index].grid_thw
-            spans.append(GridSpan(span.offset, (frames, rows // merge, columns // merge)))
+            item = prompt.items[span.item_index]
+            frames, rows, columns = self._grid(item)
+            if span.length < item.num_tokens:  # one frame of several
+                frames = 1
+            interval = 1.0
+            if item.modality == "video" and self.positions_per_s is not None:
+                interval = self.positions_per_s * item.seconds_per_grid
+            spans.append(GridSpan(span.offset, (frames, rows, columns), interval))
             assert spans[-1].end == span.end, "a span of another length than its grid"
         return mrope_positions(len(prompt.token_ids), spans)
 
-    def _check(self, num_placeholders: int, items: list[MediaItem]) -> None:
-        if num_placeholders != len(items):
-            raise BadRequest(
-                f"the prompt has {num_placeholders} image placeholders but {len(items)} images came with it",
-                param="messages",
-            )
-        for item in items:
-            if item.modality != "image":
-                raise BadRequest(f"this model takes images, not {item.modality}", param="messages")
-            merged = prod(item.grid_thw) // self.image_spec.merge_size**2
-            assert item.num_tokens == merged > 0, "an item's token count and grid differ"
+    def _grid(self, item: MediaItem) -> tuple[int, int, int]:
+        """In tokens: frames, rows, columns."""
+        assert self.media_specs.image is not None
+        merge = self.media_specs.image.merge_size
+        frames, rows, columns = item.grid_thw
+        return frames, rows // merge, columns // merge
 
 
-def open_vision_processor(folder: Path, vision: VisionConfig) -> VisionProcessor:
+def open_vision_processor(
+    folder: Path,
+    vision: VisionConfig,
+    rule: Rule = "qwen2_vl",
+    *,
+    positions_per_s: float | None = None,
+    stamped: bool = False,
+) -> VisionProcessor:
     """Raises EngineError when the checkpoint's preprocessing does not fit its tower."""
-    return VisionProcessor(read_image_spec(folder, vision), read_config(folder, MediaTokens))
+    image = read_image_spec(folder, vision)
+    tokens = read_config(folder, MediaTokens)
+    stamps = None
+    if stamped:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        stamps = FrameStamps(tokenizer, tokens.vision_start_token_id, tokens.vision_end_token_id)
+    specs = MediaSpecs(image=image, video=read_video_spec(folder, image, rule))
+    return VisionProcessor(specs, tokens, positions_per_s, stamps)

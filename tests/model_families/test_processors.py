@@ -11,6 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from contracts.digests import ContentDigest
 from contracts.errors import BadRequest, EngineError
 from contracts.media import MediaItem, Modality
+from contracts.specs import MediaSpecs
 from model_families.processing import TextProcessor
 from model_families.qwen2_vl.encoder import Qwen2VLVisionConfig
 from model_families.qwen3_vl.encoder import Qwen3VLVisionConfig
@@ -36,7 +37,8 @@ def item(n: int, grid: tuple[int, int, int], modality: Modality = "image") -> Me
 @pytest.fixture
 def processor(tmp_path) -> VisionProcessor:
     spec = read_image_spec(tmp_path, Qwen2VLVisionConfig())
-    return VisionProcessor(spec, MediaTokens(image_token_id=PAD, video_token_id=VIDEO))
+    tokens = MediaTokens(image_token_id=PAD, video_token_id=VIDEO)
+    return VisionProcessor(MediaSpecs(image=spec), tokens)
 
 
 def test_each_placeholder_grows_to_its_items_tokens(processor):
@@ -65,15 +67,15 @@ def test_text_alone_is_left_as_it_is(processor):
 
 @pytest.mark.parametrize("num_items", [0, 1, 3])
 def test_placeholders_and_items_must_match(processor, num_items):
-    with pytest.raises(BadRequest, match=f"2 image placeholders but {num_items} images"):
+    with pytest.raises(BadRequest, match=f"2 media placeholders but {num_items} items"):
         processor.layout([PAD, 4, PAD], [item(1, (1, 2, 2))] * num_items)
 
 
 def test_other_media_is_refused(processor):
-    with pytest.raises(BadRequest, match="not audio"):
+    with pytest.raises(BadRequest, match="placeholder 0 of the prompt is for image, its item is audio"):
         processor.layout([PAD], [item(1, (1, 2, 2), "audio")])
-    with pytest.raises(BadRequest, match="no video"):
-        processor.layout([VIDEO], [item(1, (2, 2, 2), "video")])
+    with pytest.raises(BadRequest, match="placeholder 1 of the prompt is for video, its item is image"):
+        processor.layout([PAD, VIDEO], [item(1, (1, 2, 2)), item(1, (2, 2, 2))])
     with pytest.raises(BadRequest, match="text only"):
         TextProcessor().layout([1], [item(1, (1, 2, 2))])
 
