@@ -474,6 +474,8 @@ def _write_preprocessor(directory: Path, family: str) -> None:
         "dither": 0.0,
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(config, indent=2))
+    video = {"size": config["size"], **mean_std}  # without it a frame would have 128 tokens or more
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2))
 
 
 @lru_cache(maxsize=4)

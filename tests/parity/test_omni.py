@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tests.omni_oracle import Heard, OmniTurn, Oracle, served_turns, sound
+from tests.omni_oracle import Heard, OmniTurn, Oracle, Seen, served_turns, sound
 from tests.parity.test_matrix import assert_same
+from tests.preprocess.films import film
 from tests.served import Served, picture
 from tests.tiny_omni import OMNI_FAMILIES, reference_thinker
 
@@ -23,11 +25,29 @@ CUT = ("thinker.kv_memory=16MiB", "thinker.long_prefill_cap=29", "thinker.max_st
 A, B = picture(1), picture(2, 112, 60)
 LONG, SHORT = Heard(sound(1, 2.3)), Heard(sound(2, 1.1))
 
+
+def clip(seed: int, num_frames: int, sampled: float | None = None, *, with_sound: bool = False) -> Seen:
+    """Four frames a second, `sampled` of them (None: as the family does)."""
+    frames = [np.asarray(picture(seed + i, 96, 80)) for i in range(num_frames)]
+    heard = sound(seed, num_frames / 4)[None]
+    return Seen(film(frames, fps=4, codec="mpeg4", sound=heard), with_sound, sampled)
+
+
+SILENT = clip(10, 12)
+TALKIE, SLOW_TALKIE = clip(30, 14, with_sound=True), clip(50, 16, 1.5, with_sound=True)
+
 TURNS: dict[str, Sequence[OmniTurn]] = {
     "text": [("user", ["hello there, the answer is"])],
     "image": [("user", [A, "what is it?"])],
     "sound": [("user", ["listen: ", LONG, "what is it?"])],
     "mixed": [("user", [LONG, "then", B, "and", SHORT, A, "compare them"])],
+    "video": [("user", [SILENT, "what happens?"])],
+    "video with sound": [("user", ["see: ", TALKIE, "what is said?"])],
+    "videos with sound, mixed": [
+        ("user", [A, SLOW_TALKIE, "and", SHORT, "then", TALKIE, "well?"]),
+        ("assistant", ["so"]),
+        ("user", ["and now?"]),
+    ],
     "3 turns": [
         ("system", ["be brief"]),
         ("user", [A, "one"]),
@@ -82,14 +102,14 @@ def test_all_at_once(tiny_omni, oracles, family: str, settings: tuple[str, ...])
         answers = served.ask_all(turns, max_tokens=NEW_TOKENS, logprobs=3)
         for name, answer in zip(names, answers, strict=True):
             assert_same(answer, oracles(family, name))
-        assert served.stats("audio")["encoder_items_total"] == 2  # each sound once
+        assert served.stats("audio")["encoder_items_total"] == 4  # each sound and sound track once
         served.assert_clean()
 
 
 def test_preempted_midway(tiny_omni, family: str) -> None:
     """Two prompts fit the KV pool and their answers do not: whoever comes second is preempted and resumes."""
     folder, new_tokens = tiny_omni(family), 40
-    names = ("text", "image", "sound")
+    names = ("text", "video with sound", "sound")
     with Served(folder, *WIDE) as served:
         oracle = Oracle(folder, family, served)
         expected = [oracle(TURNS[name], new_tokens, ignore_eos=True) for name in names]
