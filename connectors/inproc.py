@@ -151,6 +151,10 @@ class InprocReceiver:
                 channel.receiver_waiters.append(waiter)
             await waiter.event.wait()
 
+    async def renewed(self) -> None:
+        """Never returns: both ends live and die with one process."""
+        await asyncio.Event().wait()
+
     def release(self, chunk: Chunk) -> None:
         with self._channel.lock:
             held = self._channel.unreleased.pop(id(chunk), None)

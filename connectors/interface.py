@@ -32,6 +32,11 @@ class Receiver(Protocol):
         PeerLost."""
         ...
 
+    async def renewed(self) -> None:
+        """Right after PeerLost: returns when the edge was reset and `receive` waits for the next sender;
+        never, where no sender can come back."""
+        ...
+
     def release(self, chunk: Chunk) -> None:
         """Returns the credit. Exactly once per received chunk."""
         ...

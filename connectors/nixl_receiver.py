@@ -132,6 +132,15 @@ class NixlReceiver:
             waited = True
             await self._news.wait()
 
+    async def renewed(self) -> None:
+        lost = self._epoch
+        while self._epoch == lost:
+            self._watch()
+            self._news.clear()
+            self._follow()
+            if self._epoch == lost:
+                await self._news.wait()
+
     def release(self, chunk: Chunk) -> None:
         held = self._held.pop(id(chunk), None)
         assert held is not None, f"edge {self._description.name}: released a chunk that is not held"

@@ -49,6 +49,15 @@ class ShmReceiver:
             waited = True
             await self._news.wait()
 
+    async def renewed(self) -> None:
+        lost = self._epoch
+        while self._epoch == lost:
+            self._bell.watch(self._heard)
+            self._news.clear()
+            self._follow()
+            if self._epoch == lost:
+                await self._news.wait()
+
     def release(self, chunk: Chunk) -> None:
         if not self._closed:
             self._follow()

@@ -22,19 +22,26 @@ from vocoder.model import VocoderModel
 
 
 class Family(Protocol):
-    """A checkpoint folder, opened: configuration, tokenizer and template are read, no weight is loaded
-    yet."""
+    """A checkpoint folder, opened: the configuration is read, no weight is loaded yet."""
 
     name: str
     pipeline: Pipeline
-    tokenizer: ChatTokenizer
     decoder_config: DecoderConfig
     media_specs: MediaSpecs
     context_length: int
     eos_token_ids: tuple[int, ...]
-    transcriber: Transcriber | None  # None: not a model for transcriptions; else it does nothing else
     speech: SpeechSpec | None  # None: it does not speak
     talker_config: DecoderConfig | None  # ditto
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Tokenizer and chat template, read at the first use (a worker needs neither). Blocks for seconds."""
+        ...
+
+    @property
+    def transcriber(self) -> Transcriber | None:
+        """None: not a model for transcriptions; else it does nothing else. Reads the tokenizer."""
+        ...
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         """Expands each placeholder token to its item's tokens, in order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,6 @@ class OpenFamily:
 
     name: str
     pipeline: Pipeline
-    tokenizer: ChatTokenizer
     decoder_config: DecoderConfig
     media_specs: MediaSpecs
     context_length: int
@@ -95,9 +95,17 @@ class OpenFamily:
     folder: Path
     parts: FamilyParts
     processor: Processor
-    transcriber: Transcriber | None
     speech: SpeechSpec | None
     talker_config: DecoderConfig | None
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        return HFChatTokenizer(self.folder, self.parts.placeholders)
+
+    @cached_property
+    def transcriber(self) -> Transcriber | None:
+        make = self.parts.transcriber
+        return None if make is None else make(self.folder, self.tokenizer)
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         return self.processor.layout(token_ids, items)
@@ -150,7 +158,7 @@ class OpenFamily:
 
 
 def open_family(folder: Path) -> Family:
-    """Reads the configuration, the tokenizer and the template; no weight.
+    """Reads the configuration; no weight.
 
     Raises BadRequest for a model of no supported family, EngineError for a folder that contradicts itself.
     """
@@ -158,7 +166,6 @@ def open_family(folder: Path) -> Family:
     parts.pipeline.validate()
     processor = parts.open_processor(folder)
     decoder_config = parts.read_decoder_config(folder)
-    tokenizer = HFChatTokenizer(folder, parts.placeholders)
     speech = None if parts.speech is None else parts.speech.read_spec(folder)
     pipeline, talker_config = parts.pipeline, None
     if parts.speech is not None and speech is None:
@@ -169,7 +176,6 @@ def open_family(folder: Path) -> Family:
     return OpenFamily(
         name=parts.name,
         pipeline=pipeline,
-        tokenizer=tokenizer,
         decoder_config=decoder_config,
         media_specs=processor.media_specs,
         context_length=decoder_config.max_position,
@@ -177,7 +183,6 @@ def open_family(folder: Path) -> Family:
         folder=folder,
         parts=parts,
         processor=processor,
-        transcriber=None if parts.transcriber is None else parts.transcriber(folder, tokenizer),
         speech=speech,
         talker_config=talker_config,
     )

@@ -10,7 +10,6 @@ from typing import Protocol, get_args
 
 import jinja2
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from contracts.conversation import Conversation, MediaPart, Message, Role, TextPart, ToolCall
 from contracts.errors import BadRequest
@@ -63,6 +62,9 @@ class HFChatTokenizer:
     """
 
     def __init__(self, folder: Path, placeholders: Mapping[Modality, str] = _NO_MEDIA) -> None:
+        # Seconds, which a worker of the same family must not pay: it sees no text.
+        from transformers import AutoTokenizer
+
         self._hf = AutoTokenizer.from_pretrained(folder)
         if not self._hf.is_fast:
             raise ValueError(f"{folder} has no tokenizer that the tokenizers library can load")

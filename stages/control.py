@@ -35,6 +35,26 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     busy_s: dict[str, float]
 
 
+# --- to and from the fork server, over a socket that carries descriptors ------------------------------------
+
+MAX_FORK_BYTES = 1 << 17
+MAX_FORK_FDS = 253  # what one message may carry (SCM_MAX_FD)
+
+
+class ForkRequest(msgspec.Struct, frozen=True):
+    """`fds`: the numbers by which the worker knows the descriptors that come with this message, in order."""
+
+    name: str
+    setup: bytes
+    fds: tuple[int, ...]
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """Answers a ForkRequest; a pidfd comes with it. `pid` 0 and no pidfd: the fork failed."""
+
+    pid: int
+
+
 ControlToWorker = ToWorker | StopWorker
 ControlFromWorker = Hello | FromWorker | Heartbeat
 

@@ -82,7 +82,7 @@ class OmniService:
         self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
         self._context_length = context_length
         self._num_open = 0
-        tokenizer = family.tokenizer
+        tokenizer = self.tokenizer
         self._longest_token_chars = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
 
     # --- generation -------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import torch
 from lm_engine.parallel import RankGroup
 from stages.build import build_following_runner
 from stages.planning import make_plan
+from stages.prctl import die_with
 from stages.rank_processes import RankSetup
-from stages.worker_main import die_with
 
 
 def main() -> None:

@@ -175,9 +175,9 @@ class StageShell:
             try:
                 chunk = await receiver.receive()
             except PeerLost:
-                # The upstream stage is gone; its own failure is reported by its shell.
-                await asyncio.Event().wait()
-                return
+                # The upstream stage is gone, which others report. It may be started again.
+                await receiver.renewed()
+                continue
             if not receiver.hands_over:
                 borrowed, chunk = chunk, _copied(chunk)
                 receiver.release(borrowed)

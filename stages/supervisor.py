@@ -6,20 +6,16 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from contracts.messages import FromStage, ToStage
+from contracts.messages import FromStage, StageFailed, StageReady, ToStage
 from stages.control import (
     ControlToWorker,
     FromWorker,
@@ -34,10 +30,10 @@ from stages.edges import ArenaDescription, EdgeEnd
 from stages.mailbox import Mailbox
 from stages.options import ServeOptions
 from stages.service import WorkerInfo
+from stages.worker_processes import ForkServer, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parent.parent
 WorkerState = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 
@@ -52,6 +48,8 @@ class SupervisorConfig:
     stop_grace_s: float = 10.0
     max_restarts: int = 20  # within `restart_window_s`; then the worker stays down
     restart_window_s: float = 300.0
+    max_failed_starts: int = 5  # in a row, of a worker that dies before it is ready; then it stays down
+    failed_start_pause_s: float = 0.5  # doubled at each further one: what it needs may be free again soon
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,14 @@ class WorkerSpec:
 class _Worker:
     spec: WorkerSpec
     token: str = ""
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
+    process: WorkerProcess | None = None
     identity: bytes | None = None  # of its ZMQ connection; None until Hello
     state: WorkerState = "starting"
+    was_ready: bool = False  # in any of its lives
     restarts: int = 0
     restart_times: list[float] = field(default_factory=list)
-    deadline: asyncio.TimerHandle | None = None
+    failed_starts: int = 0  # in a row
+    timer: asyncio.TimerHandle | None = None  # when it counts as hung, or is to be started again
     unsent: list[tuple[str, ToStage]] = field(default_factory=list)  # for its stages, until Hello
     ready_stages: set[str] = field(default_factory=set)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
@@ -105,6 +104,7 @@ class Supervisor:
         self._outbox: Mailbox[tuple[bytes, ControlToWorker]] = Mailbox()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._fork_server = ForkServer()
         # An abstract socket leaves no file behind; the token keeps strangers of this host out.
         self._endpoint = f"ipc://@omnistage-{os.getpid()}-{secrets.token_hex(8)}"
 
@@ -118,6 +118,7 @@ class Supervisor:
             asyncio.create_task(self._send_all()),
             asyncio.create_task(self._receive_all()),
         ]
+        self._fork_server.start()
         for worker in self._workers.values():
             self._spawn(worker)
 
@@ -144,22 +145,20 @@ class Supervisor:
     async def stop(self) -> None:
         """Asks every worker to end, kills those that do not, returns when all are reaped."""
         self._stopping = True
+        asked = []
         for worker in self._workers.values():
-            self._set_deadline(worker, None)
+            self._cancel_timer(worker)
             if worker.identity is not None:
                 self._outbox.put((worker.identity, StopWorker()))
-            elif worker.process is not None:
-                worker.process.kill()
-        waits = [w.exited.wait() for w in self._workers.values() if w.process is not None]
+                asked.append(worker)
         try:
             async with asyncio.timeout(self._config.stop_grace_s):
-                await asyncio.gather(*waits)
+                await asyncio.gather(*(worker.exited.wait() for worker in asked))
         except TimeoutError:
-            for worker in self._workers.values():
-                if worker.process is not None and not worker.exited.is_set():
-                    logger.warning("worker %s did not stop in time and is killed", worker.spec.name)
-                    worker.process.kill()
-            await asyncio.gather(*(w.exited.wait() for w in self._workers.values() if w.process is not None))
+            late = ", ".join(worker.spec.name for worker in asked if not worker.exited.is_set())
+            logger.warning("workers that did not stop in time are killed: %s", late)
+        self._fork_server.stop()
+        await asyncio.gather(*(w.exited.wait() for w in self._workers.values() if w.process is not None))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -179,29 +178,22 @@ class Supervisor:
             stages=spec.stages,
             endpoint=self._endpoint,
             token=worker.token,
-            parent_pid=os.getpid(),
             options=self._options,
             edges=spec.edges,
             arena=self._arena,
             threads=spec.threads,
             heartbeat_s=self._config.heartbeat_s,
         )
-        argument = msgspec.json.encode(setup, enc_hook=str).decode()
         fds = spec.fds + ((self._arena.fd,) if self._arena is not None else ())
-        command = [sys.executable, "-m", "stages.worker_main", argument]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        worker.process = subprocess.Popen(command, pass_fds=fds, env=environment)
         worker.exited.clear()
-        worker.pidfd = os.pidfd_open(worker.process.pid)
-        asyncio.get_running_loop().add_reader(worker.pidfd, self._exited, worker)
-        self._set_deadline(worker, self._config.start_limit_s)
+        worker.process = self._fork_server.fork(
+            spec.name, msgspec.json.encode(setup, enc_hook=str), fds, lambda: self._exited(worker)
+        )
+        self._set_timer(worker, self._config.start_limit_s, self._hung)
 
     def _exited(self, worker: _Worker) -> None:
         assert worker.process is not None
-        asyncio.get_running_loop().remove_reader(worker.pidfd)
-        os.close(worker.pidfd)
-        status = worker.process.wait()
-        self._set_deadline(worker, None)
+        self._cancel_timer(worker)
         if worker.identity is not None:
             self._by_identity.pop(worker.identity, None)
         worker.identity = None
@@ -211,35 +203,45 @@ class Supervisor:
         if self._stopping:
             worker.state = "stopped"
             return
-        logger.error("worker %s (pid %d) ended with status %d", worker.spec.name, worker.process.pid, status)
+        logger.error("worker %s (pid %d) is gone", worker.spec.name, worker.process.pid)
+        worker.failed_starts = 0 if worker.state == "ready" else worker.failed_starts + 1
         self._restart(worker)
 
     def _restart(self, worker: _Worker) -> None:
-        now = time.monotonic()
-        window = self._config.restart_window_s
-        worker.restart_times = [t for t in worker.restart_times if now - t < window] + [now]
-        again = len(worker.restart_times) <= self._config.max_restarts
+        config, now = self._config, time.monotonic()
+        recent = [t for t in worker.restart_times if now - t < config.restart_window_s]
+        worker.restart_times = [*recent, now]
+        again = len(recent) < config.max_restarts and worker.failed_starts < config.max_failed_starts
         worker.state = "restarting" if again else "failed"
         self._on_lost(worker.spec, again)
-        if again:
-            worker.restarts += 1
+        if not again:
+            logger.error("worker %s died too often and stays down", worker.spec.name)
+            return
+        worker.restarts += 1
+        if worker.failed_starts == 0:
             self._spawn(worker)
         else:
-            logger.error("worker %s died too often and stays down", worker.spec.name)
+            pause_s = config.failed_start_pause_s * 2 ** (worker.failed_starts - 1)
+            self._set_timer(worker, pause_s, self._spawn)
 
-    def _set_deadline(self, worker: _Worker, seconds: float | None) -> None:
-        if worker.deadline is not None:
-            worker.deadline.cancel()
-            worker.deadline = None
-        if seconds is not None:
-            loop = asyncio.get_running_loop()
-            worker.deadline = loop.call_later(seconds, self._hung, worker)
+    def _set_timer(self, worker: _Worker, seconds: float, then: Callable[[_Worker], None]) -> None:
+        self._cancel_timer(worker)
+        worker.timer = asyncio.get_running_loop().call_later(seconds, then, worker)
+
+    def _cancel_timer(self, worker: _Worker) -> None:
+        if worker.timer is not None:
+            worker.timer.cancel()
+            worker.timer = None
 
     def _hung(self, worker: _Worker) -> None:
         if worker.process is None or worker.exited.is_set():
             return
+        if worker.process.pid == 0:
+            logger.error("the fork server gives no worker %s and is killed", worker.spec.name)
+            self._fork_server.kill()
+            return
         logger.error("worker %s (pid %d) hangs and is killed", worker.spec.name, worker.process.pid)
-        worker.process.send_signal(signal.SIGKILL)
+        worker.process.kill()
 
     # --- messages -------------------------------------------------------------------------------------------
 
@@ -271,10 +273,20 @@ class Supervisor:
                 if busy_s and max(busy_s.values()) > self._config.step_limit_s:
                     self._hung(worker)
                 elif worker.state == "ready":
-                    self._set_deadline(worker, self._config.hang_after_s)
+                    self._set_timer(worker, self._config.hang_after_s, self._hung)
             case FromWorker(messages):
                 self._note_ready(worker, messages)
-                self._deliver(messages)
+                self._deliver(self._without_failures(worker, messages))
+
+    def _without_failures(self, worker: _Worker, messages: list[FromStage]) -> list[FromStage]:
+        """A stage that fails takes its worker down, to be started again. Only where it never ran is the
+        failure everybody's: its reason then says what to change."""
+        if not worker.was_ready:
+            return messages
+        failures = [m for m in messages if isinstance(m, StageFailed)]
+        if failures and worker.process is not None:
+            worker.process.kill()
+        return [m for m in messages if not isinstance(m, StageFailed)]
 
     def _greeted(self, identity: bytes, hello: Hello) -> None:
         worker = self._workers.get(hello.worker)
@@ -288,11 +300,10 @@ class Supervisor:
             worker.unsent.clear()
 
     def _note_ready(self, worker: _Worker, messages: Sequence[FromStage]) -> None:
-        from contracts.messages import StageReady
-
         if worker.state == "ready":
             return
         worker.ready_stages.update(m.stage for m in messages if isinstance(m, StageReady))
         if worker.ready_stages >= set(worker.spec.stages):
             worker.state = "ready"
-            self._set_deadline(worker, self._config.hang_after_s)
+            worker.was_ready = True
+            self._set_timer(worker, self._config.hang_after_s, self._hung)

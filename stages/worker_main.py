@@ -4,10 +4,8 @@ ZMQ."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
-import signal
 import sys
 import time
 
@@ -25,8 +23,6 @@ from stages.options import SWITCH_INTERVAL_S, ServeOptions
 from stages.planning import make_plan
 from stages.stage_logics import make_shells
 
-PR_SET_PDEATHSIG = 1
-
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs; descriptors named in it are inherited."""
@@ -35,7 +31,6 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[str, ...]
     endpoint: str
     token: str
-    parent_pid: int
     options: ServeOptions
     edges: tuple[EdgeEnd, ...]
     arena: ArenaDescription | None
@@ -94,20 +89,11 @@ class _Worker:
             await socket.send(encode(Heartbeat(busy)))
 
 
-def die_with(parent_pid: int) -> None:
-    """The kernel ends this process when its parent ends, however that happens."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        sys.exit(1)  # it ended before the line above
-
-
-def main() -> None:
-    setup = msgspec.json.decode(sys.argv[1], type=WorkerSetup, dec_hook=_decode_path)
-    die_with(setup.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front process decides; ^C reaches the whole group
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {setup.name}: %(message)s")
+def run(setup_json: bytes) -> None:
+    """The whole life of a worker, in a process of its own."""
+    setup = msgspec.json.decode(setup_json, type=WorkerSetup, dec_hook=_decode_path)
+    form = f"%(asctime)s %(levelname)s {setup.name}: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, force=True)
     torch.set_num_threads(setup.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(_Worker(setup).run())
@@ -115,7 +101,3 @@ def main() -> None:
 
 def _decode_path(kind: type, value: object) -> object:
     return kind(value)
-
-
-if __name__ == "__main__":
-    main()

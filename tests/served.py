@@ -25,7 +25,7 @@ from stages.service import GenerationRequest, PromptReady
 
 T = TypeVar("T")
 Shape = Literal["file", "one", "per-stage"]
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0  # never reached by a machine that is only slow
 
 
 def picture(seed: int, width: int = 84, height: int = 84) -> Image.Image:
@@ -100,6 +100,8 @@ class Served:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="served")
         self._error: BaseException | None = None
+        self._num_events = 0
+        self._progress = asyncio.Event()
         self.service: OmniService
 
     async def _main(self) -> None:
@@ -138,6 +140,8 @@ class Served:
         request = GenerationRequest(input=conversation(turns), sampling=params, cache_salt=cache_salt)
         answer = Answer()
         async for event in self.service.generate(request):
+            self._num_events += 1
+            self._progress.set()
             if isinstance(event, PromptReady):
                 answer.prompt_token_ids = event.prompt_token_ids
                 answer.media_tokens = event.media_tokens
@@ -159,6 +163,14 @@ class Served:
             return list(await asyncio.gather(*(self.answer(turns, **sampling) for turns in conversations)))
 
         return self.run(gather())
+
+    async def progress(self, num_events: int) -> None:
+        """Returns after so many further events of any requests."""
+        wanted = self._num_events + num_events
+        async with asyncio.timeout(TIMEOUT_S):
+            while self._num_events < wanted:
+                self._progress.clear()
+                await self._progress.wait()
 
     def stats(self, stage: str) -> dict[str, float]:
         return self.service.stats()[stage]

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from model_families.vision.packing import Segments
 
@@ -56,9 +55,15 @@ class VarlenAttention:
 
     name = "varlen"
 
+    def __init__(self) -> None:
+        # Brings torch's compiler along: seconds that only a worker with this kernel should pay.
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._kernel = varlen_attn
+
     def attend(self, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, segments: Segments) -> Tensor:
         longest = segments.max_length
-        out = varlen_attn(q_NHD, k_NHD, v_NHD, segments.starts, segments.starts, longest, longest)
+        out = self._kernel(q_NHD, k_NHD, v_NHD, segments.starts, segments.starts, longest, longest)
         assert isinstance(out, Tensor)
         return out
 

@@ -158,8 +158,12 @@ def test_a_killed_sender_leaves_whole_chunks_and_views_that_stay(edges: tuple[Ni
         kill(process)
         with pytest.raises(PeerLost):
             await _drain(receiver)
+        renewed = asyncio.create_task(receiver.renewed())
+        await asyncio.sleep(0)
+        assert not renewed.done()
         forth.mark_dead("sender")
         forth.reset()
+        await renewed
         sender = NixlSender(forth.description())
         await sender.send(chunk("new", 0, tensor=block(7)))
         got = await receiver.receive()

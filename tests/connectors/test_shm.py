@@ -285,6 +285,26 @@ def test_a_dead_peer_is_told_at_once_until_a_reset(end: str) -> None:
     run(main())
 
 
+def test_a_receiver_is_told_when_the_lost_sender_can_come_back() -> None:
+    async def main() -> None:
+        with edge_of() as edge, ends_of(edge) as (sender, receiver):
+            for number in range(3):  # however often
+                edge.mark_dead("sender")
+                with pytest.raises(PeerLost):
+                    await receiver.receive()
+                renewed = asyncio.create_task(receiver.renewed())
+                await settle()
+                assert not renewed.done()
+                edge.reset()
+                await renewed
+                await sender.send(chunk(f"new {number}", 0))
+                got = await receiver.receive()
+                assert got.request_id == f"new {number}"
+                receiver.release(got)
+
+    run(main())
+
+
 def test_a_sender_that_outlives_the_receiver() -> None:
     async def main() -> None:
         with edge_of(64 << 10, 2) as edge:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-LIMIT_S = 120
+LIMIT_S = 600  # never reached by a machine that is only slow
 
 
 class Server:
