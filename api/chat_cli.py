@@ -14,6 +14,7 @@ import msgspec
 
 HELP = "/image FILE adds a picture to your next message, /reset forgets the conversation, /quit ends"
 CONNECT_TIMEOUT_S = 10.0
+REFUSALS = (400, 413, 415, 422)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,11 @@ class Chunk(msgspec.Struct):
 
 
 class ChatError(Exception):
-    """The server refused or broke off; the message is its own."""
+    """The server refused or broke off; the message is its own. `refused`: the same turn would be again."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 @dataclass
@@ -111,7 +116,8 @@ def stream_answer(client: httpx.Client, options: ChatOptions, messages: list[Cha
     try:
         with client.stream("POST", url, content=msgspec.json.encode(body), headers=headers) as response:
             if response.status_code != 200:
-                raise ChatError(_refusal(response.status_code, response.read()))
+                status = response.status_code
+                raise ChatError(_refusal(status, response.read()), refused=status in REFUSALS)
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     return
@@ -143,7 +149,8 @@ def run(
     write: Callable[[str], object] = _to_terminal,
     client: httpx.Client | None = None,
 ) -> int:
-    """Reads lines until /quit or the end of input. An error of one turn takes that turn back and goes on."""
+    """Reads lines until /quit or the end of input. An error of one turn takes that turn back and goes on.
+    Returns 1 when no turn was answered though some were asked."""
     conversation = Conversation(options.system)
     try:
         for file in options.images:
@@ -153,16 +160,19 @@ def run(
         return 1
     write(HELP + "\n")
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    outcomes: set[bool] = set()
     with client or httpx.Client(timeout=timeout) as http:
         while True:
             try:
                 line = read_line("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 write("\n")
-                return 0
+                break
             if line == "/quit":
-                return 0
-            _turn(line, conversation, options, http, write)
+                break
+            if (answered := _turn(line, conversation, options, http, write)) is not None:
+                outcomes.add(answered)
+    return 1 if outcomes == {False} else 0
 
 
 def _turn(
@@ -171,11 +181,12 @@ def _turn(
     options: ChatOptions,
     client: httpx.Client,
     write: Callable[[str], object],
-) -> None:
+) -> bool | None:
+    """Whether the server answered; None for a line that asks it nothing."""
     command, _, argument = line.partition(" ")
     match command:
         case "":
-            return
+            return None
         case "/reset":
             conversation.reset()
         case "/help":
@@ -186,8 +197,11 @@ def _turn(
                 write(f"{len(conversation.pictures)} picture(s) for the next message\n")
             except OSError as error:
                 write(f"! {error}\n")
+        case _ if command.startswith("/"):
+            write(f"! there is no {command}; {HELP}\n")
         case _:
-            _ask(line, conversation, options, client, write)
+            return _ask(line, conversation, options, client, write)
+    return None
 
 
 def _ask(
@@ -196,7 +210,7 @@ def _ask(
     options: ChatOptions,
     client: httpx.Client,
     write: Callable[[str], object],
-) -> None:
+) -> bool:
     pictures = conversation.pictures
     conversation.ask(line)
     pieces: list[str] = []
@@ -208,8 +222,12 @@ def _ask(
     except ChatError as error:
         write(f"\n! {error}\n")
         conversation.messages.pop()
-        conversation.pictures = pictures
-        return
+        if not error.refused:
+            conversation.pictures = pictures
+        elif pictures:
+            write(f"! {len(pictures)} picture(s) dropped\n")
+        return False
     except KeyboardInterrupt:  # closing the response makes the server abort the rest
         write(" …\n")
     conversation.messages.append(ChatMessage("assistant", "".join(pieces)))
+    return True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contracts.errors import OmnistageError
+from contracts.version import VERSION
 
 if TYPE_CHECKING:
     from api.settings import ApiSettings
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves vision, audio and speech models as a graph of stages,"
         " behind an OpenAI-compatible API.",
     )
+    parser.add_argument("--version", action="version", version=f"omnistage {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="load a model and serve it over HTTP")
     _add_model_options(serve)
@@ -132,12 +134,22 @@ def _port(text: str) -> int:
     return port
 
 
+def _say(message: str) -> None:
+    """At once, also where the output is a pipe. What is printed as a result goes to stdout, and only that."""
+    print(f"omnistage: {message}", file=sys.stderr, flush=True)
+
+
+def _name(model: Path | None) -> str:
+    return "the default model" if model is None else str(model)
+
+
 def _fail(message: object) -> int:
     print(f"omnistage: {message}", file=sys.stderr)
     return 1
 
 
 def _plan(parsed: argparse.Namespace) -> int:
+    _say(f"planning {_name(parsed.model)}")
     from stages.deployment import DeploymentError
     from stages.launch import plan_text
 
@@ -152,6 +164,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     import logging
     import os
 
+    _say(f"starting; the model is {_name(parsed.model)}")
     # Before torch loads: its idle OpenMP threads would spin on cores that the native kernels and the front
     # process need (6 ms of a core after every parallel operation).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -167,6 +180,8 @@ def _serve(parsed: argparse.Namespace) -> int:
     options = options_of(parsed)
     try:
         settings = ApiSettings.from_environment(os.environ, api_key=options.api_key)
+        if settings.api_key is None and not _is_loopback(options.host):
+            _say(f"warning: {options.host} is open to other machines and no --api-key is set")
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(serve_service(options), options, settings))
     except (OmnistageError, DeploymentError, SettingsError, OSError) as error:
@@ -174,6 +189,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     except (asyncio.CancelledError, KeyboardInterrupt):
         return _fail("stopped while loading")
     return 0
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 async def serve(

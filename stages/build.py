@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import logging
 import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -32,9 +33,18 @@ if TYPE_CHECKING:
 
 CUDA_SHARE = 0.9  # of the free memory, for a stage without a limit of its own
 
+logger = logging.getLogger(__name__)
+
+
+def _report(plan: StagePlan, doing: str) -> None:
+    """Progress of a start, which may take minutes; the process's log names the worker."""
+    rank = f" rank {plan.rank}" if plan.rank else ""
+    logger.info("stage %s%s on %s: %s", plan.stage, rank, plan.device, doing)
+
 
 def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
     device = torch.device(plan.device)
+    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     model = family.load_encoder(plan.stage, device, plan.dtype)
     cache = CacheConfig(
         device_bytes=plan.cache,
@@ -66,6 +76,8 @@ def build_lm_engine(
         runner = LeadingRunner(
             model, kv, parallel, followers, max_sequences=rows, max_length=context_length, rule=rule
         )
+    if plan.device.startswith("cuda"):
+        _report(plan, "capturing decode graphs")
     num_graphs = runner.capture_graphs()
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
@@ -100,6 +112,7 @@ def _load(
 ) -> tuple[DecoderModel, PagedKV, KVCapacity]:
     """All ranks measure together, and take what the smallest of them has room for."""
     device = torch.device(plan.device)
+    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
     capacity = _kv_capacity(model, config, plan, context_length)
     if parallel is not None:
@@ -113,6 +126,7 @@ def build_talker(
 ) -> tuple[TalkerEngine, str]:
     """The KV cache takes what the plan gives it: a talker's steps are small beside it."""
     device = torch.device(plan.device)
+    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     model = family.load_talker(device, plan.dtype, config.kernels)
     decoder = model.config.decoder
     capacity = capacity_of(
@@ -130,6 +144,7 @@ def build_talker(
 
 
 def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> BuiltPool:
+    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     model = family.load_vocoder(torch.device(plan.device), plan.dtype)
     pool_config = VocoderPoolConfig(
         max_streams=2 * config.max_streams,  # a replay may begin before what it replaces has been forgotten
@@ -156,6 +171,7 @@ def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context
             context_length=context_length,
         )
     bounds = step_bounds(config)
+    _report(plan, "measuring the largest step, to size the KV cache")
     measured = measure_capacity(
         model,
         model.attention,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -188,6 +189,17 @@ STEP_FIELDS = (
     "long_prefill_cap",
     "max_resident_embedding_tokens",
     "max_waiting_requests",
+    "max_context",
+)
+SERVER_FIELDS = (
+    "max_requests",
+    "request_timeout_s",
+    "threads",
+    "heartbeat_s",
+    "hang_after_s",
+    "step_limit_s",
+    "audio_window_s",
+    "max_speech_s",
 )
 SECTIONS = ("preprocess", "limits", "server")
 
@@ -310,7 +322,13 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
         if (edge.source, edge.target) not in {(e.source, e.target) for e in pipeline.edges}:
             raise DeploymentError(f"edge {edge.source}->{edge.target}: the pipeline has no such edge")
         _positive(f"edge {edge.source}->{edge.target}", edge, ("capacity",))
-    _positive("server", deployment.server, ("audio_window_s", "max_speech_s"))
+    _positive("server", deployment.server, SERVER_FIELDS)
+    _not_negative("server", deployment.server, ("max_restarts", "max_replays"))
+    _positive("preprocess", deployment.preprocess, ("max_queued_jobs", "index_items", "auto_max_pixels"))
+    _not_negative("preprocess", deployment.preprocess, ("workers",))
+    numbers = [name for name, value in msgspec.structs.asdict(deployment.limits).items() if _is_number(value)]
+    _positive("limits", deployment.limits, [name for name in numbers if name != "max_redirects"])
+    _not_negative("limits", deployment.limits, ("max_redirects",))
     _validate_workers(deployment, pipeline)
 
 
@@ -354,7 +372,18 @@ def _validate_workers(deployment: Deployment, pipeline: Pipeline) -> None:
         raise DeploymentError(f"worker: stage {missing[0]!r} is in no worker")
 
 
-def _positive(where: str, config: Config, fields: tuple[str, ...]) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _not_negative(where: str, config: msgspec.Struct, fields: Sequence[str]) -> None:
+    for field in fields:
+        value = msgspec.structs.asdict(config)[field]
+        if value is not None and value < 0:
+            raise DeploymentError(f"{where}.{field}: must not be negative, is {value}")
+
+
+def _positive(where: str, config: msgspec.Struct, fields: Sequence[str]) -> None:
     for field in fields:
         value = msgspec.structs.asdict(config)[field]
         if value is not None and value <= 0:

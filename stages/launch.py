@@ -62,9 +62,8 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
             coordinator, workers = await _start_processes(plan, options, groups, preprocessor, stack)
         else:
             coordinator, workers = _start_threads(plan, preprocessor, stack)
+        await asyncio.to_thread(lambda: plan.family.tokenizer)  # seconds, while the stages load
         await coordinator.board.wait_started()
-        for name, (_, detail) in coordinator.board.states().items():
-            logger.info("stage %s ready: %s", name, detail)
         card = _model_card(options, plan)
         yield OmniService(
             card, plan.family, plan.deployment, coordinator, workers, preprocessor, plan.context_length
@@ -177,6 +176,7 @@ async def _start_processes(
         plan.family.pipeline, supervisor.send, max_replays=plan.deployment.server.max_replays
     )
     stack.push_async_callback(supervisor.stop)
+    logger.info("starting workers: %s", ", ".join(f"{g.name} ({', '.join(g.stages)})" for g in groups))
     await supervisor.start()
     return coordinator, supervisor
 

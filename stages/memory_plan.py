@@ -11,6 +11,7 @@ import torch
 from lm_engine.model import DecoderConfig
 from lm_engine.parallel import shard_config
 from stages.deployment import (
+    Deployment,
     DeploymentError,
     EncoderConfig,
     LMConfig,
@@ -45,6 +46,17 @@ class StagePlan:
     @property
     def total(self) -> int:
         return self.weights + self.cache + self.activations
+
+
+def check_devices(deployment: Deployment) -> None:
+    """Refuses a GPU that this machine has not, before anything asks it for its memory."""
+    num_gpus = torch.cuda.device_count()
+    for name, stage in deployment.placed.items():
+        for device in stage.device_list:
+            kind, _, index = device.partition(":")
+            if kind == "cuda" and int(index or 0) >= num_gpus:
+                there = f"cuda:0 to cuda:{num_gpus - 1}" if num_gpus else "no CUDA device"
+                raise DeploymentError(f"stage.{name}.devices: no {device} on this machine; it has {there}")
 
 
 def device_bytes(device: str) -> int:
@@ -104,10 +116,21 @@ def plan_lm(
     hidden = bounds.max_step_tokens * max(decoder.intermediate_size * 2, decoder.hidden_size * 4) * 4
     if config.kv_memory is not None:
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
+        _check_kv(name, cache, decoder.kv_bytes_per_token(dtype), config.block_size, context)
     else:
         cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden, share)
     limit = stage_limit(name, config, device)
     return StagePlan(name, device, dtype, weights, cache, logits + hidden, limit, rank)
+
+
+def _check_kv(name: str, cache: int, per_token: int, block_size: int, context: int) -> None:
+    num_blocks = -(-context // block_size) + 1  # one more is the scratch block
+    needed = num_blocks * block_size * per_token
+    if cache < needed:
+        raise DeploymentError(
+            f"stage.{name}.kv_memory: {_size(cache)} hold no context of {context} tokens, which needs"
+            f" {_size(needed)}; raise it, or lower stage.{name}.max_context"
+        )
 
 
 def default_kv_bytes(

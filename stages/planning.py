@@ -19,6 +19,7 @@ from stages.memory_plan import (
     TALKER_KV_SHARE,
     THINKER_KV_SHARE,
     StagePlan,
+    check_devices,
     check_plan,
     plan_encoder,
     plan_ranks,
@@ -64,6 +65,8 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     family = open_family(folder)
     family.pipeline.validate()
     deployment = load_deployment(family.pipeline, options.deployment, _overrides(options, family))
+    if check_memory:
+        check_devices(deployment)
     census = take_census(folder)
     contexts = {
         name: min(
@@ -165,6 +168,7 @@ def resolve_dtype(choice: str, device: str, census: WeightCensus) -> torch.dtype
 def plan_text(options: ServeOptions) -> str:
     """Stages, edges, placement and memory, as `omnistage plan` prints them."""
     plan = make_plan(options)
+    _ = plan.family.tokenizer  # refused here rather than after the weights
     pipeline = plan.family.pipeline
     lines = [
         f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",

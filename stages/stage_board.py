@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,6 +12,8 @@ from contracts.errors import EngineError
 from contracts.messages import CacheWasReset, CheckIntegrity, IntegrityReport, ResetCache, StageStats, ToStage
 
 StageState = Literal["starting", "ready", "restarting", "failed"]
+logger = logging.getLogger(__name__)
+
 SendToStage = Callable[[str, ToStage], None]
 
 
@@ -44,6 +47,8 @@ class StageBoard:
 
     def put(self, stage: str, state: StageState, detail: str | None = None) -> None:
         self._states[stage] = state
+        if state == "ready":
+            logger.info("stage %s is ready: %s", stage, detail)
         if detail is not None:
             self._details[stage] = detail
         self.touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """What every benchmark needs to reach a server, but for its address."""
     parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--api-key")
+    key = os.environ.get("OMNISTAGE_API_KEY")
+    parser.add_argument("--api-key", default=key, help="Bearer token (or OMNISTAGE_API_KEY)")
     parser.add_argument("--timeout", type=_positive_float, default=600.0, metavar="S", help="of one request")
     parser.add_argument(
         "--extra-body",

@@ -77,8 +77,25 @@ def test_refused_turn_is_taken_back(tmp_path: Path) -> None:
     )
     output = converse(service, f"/image {picture}", "a", "b", "c")
     assert "! not an image (HTTP 400)" in output
+    assert "1 picture(s) dropped" in output
     assert "! no luck" in output
+    assert history(service)[1:] == [[["b"]], [["c"]]]
     assert [len(turns) for turns in history(service)] == [1, 1, 1]
+
+
+def test_a_picture_outlives_a_failure_of_the_server(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"PNG")
+    service = ScriptedService(Script(fail_at_step=1, error=EngineError("no luck")), Script())
+    output = converse(service, f"/image {picture}", "a", "b")
+    assert "dropped" not in output
+    assert [len(turns[0]) for turns in history(service)] == [2, 2]
+
+
+def test_an_unknown_command_is_refused() -> None:
+    service = ScriptedService()
+    assert "! there is no /imgae" in converse(service, "/imgae a.png")
+    assert history(service) == []
 
 
 def test_missing_picture_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,5 +121,5 @@ def test_other_failures(reply: httpx.Response | httpx.HTTPError, says: str) -> N
     written: list[str] = []
     lines = iter(["hi", "/quit"])
     client = httpx.Client(transport=httpx.MockTransport(handle))
-    assert run(ChatOptions("http://127.0.0.1:1"), lambda _: next(lines), written.append, client) == 0
+    assert run(ChatOptions("http://127.0.0.1:1"), lambda _: next(lines), written.append, client) == 1
     assert says in "".join(written)

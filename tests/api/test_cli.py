@@ -16,6 +16,7 @@ import pytest
 
 from api import cli
 from api.settings import ApiSettings, SettingsError
+from contracts.version import VERSION
 from stages.options import ServeOptions
 from stages.service import Service
 from tests.api.fakes import ScriptedService
@@ -34,6 +35,25 @@ def test_help_imports_nothing_heavy() -> None:
     assert "loaded: []" in done.stdout
     for command in ("serve", "plan", "bench", "chat"):
         assert command in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"omnistage {VERSION}\n"
+
+
+def test_it_says_something_before_it_loads_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a host that others can reach is warned of where no key is asked for."""
+    arguments = ["serve", "/nowhere", "--host", "0.0.0.0", "--port", "0"]
+    assert cli.main(arguments) == 1
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first == "omnistage: starting; the model is /nowhere"
+    assert "0.0.0.0 is open to other machines" in second
+    assert "no config.json in /nowhere" in last
+    assert cli.main([*arguments, "--api-key", "k"]) == 1
+    assert "open to other" not in capsys.readouterr().err
 
 
 def parse(*arguments: str) -> ServeOptions:
@@ -197,7 +217,16 @@ def test_settings_from_the_environment() -> None:
         "OMNISTAGE_DRAIN_TIMEOUT_S": "5",
         "OMNISTAGE_ACCESS_LOG": "1",
     }
-    expected = ApiSettings("k", 1000, 2, 3, 1.5, 4.0, 5.0, True)
+    expected = ApiSettings(
+        api_key="k",
+        max_body_bytes=1000,
+        max_prompts=2,
+        max_samples=3,
+        request_timeout_s=1.5,
+        send_stall_timeout_s=4.0,
+        drain_timeout_s=5.0,
+        access_log=True,
+    )
     assert ApiSettings.from_environment(given) == expected
     assert ApiSettings.from_environment(given, api_key="other").api_key == "other"
 

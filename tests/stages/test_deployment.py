@@ -74,6 +74,12 @@ def test_talker_and_vocoder_have_sections_too() -> None:
         ("thinker.policy=lottery", "stage.thinker"),
         ("thinker.max_step_tokens=8", "stage.thinker.max_step_tokens"),
         ("vision.max_batch_items=-1", "stage.vision.max_batch_items"),
+        ("thinker.max_context=0", "stage.thinker.max_context: must be positive"),
+        ("server.max_requests=0", "server.max_requests: must be positive"),
+        ("server.max_replays=-1", "server.max_replays: must not be negative"),
+        ("limits.max_item_bytes=-1", "limits.max_item_bytes: must be positive"),
+        ("limits.job_timeout_s=0", "limits.job_timeout_s: must be positive"),
+        ("preprocess.workers=-1", "preprocess.workers: must not be negative"),
     ],
 )
 def test_refusals_name_stage_and_field(override: str, message: str) -> None:

@@ -1,0 +1,43 @@
+"""Planning: what cannot work is refused before a weight loads, by the name of its field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.deployment import DeploymentError
+from stages.options import ServeOptions
+from stages.planning import make_plan
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("thinker.kv_memory=1MiB", "stage.thinker.kv_memory: 1.0 MiB hold no context of 4096 tokens"),
+        ("thinker.kv_memory=0", "stage.thinker.kv_memory: 0.0 MiB"),
+        ("thinker.memory=1MiB", "stage.thinker.memory: needs"),
+    ],
+)
+def test_too_little_memory_is_refused(tiny: Callable[..., Path], override: str, message: str) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        make_plan(ServeOptions(model=tiny("llama"), dtype="float32", overrides=(override,)))
+    assert message in str(caught.value)
+
+
+def test_a_smaller_context_fits_a_smaller_memory(tiny: Callable[..., Path]) -> None:
+    overrides = ("thinker.kv_memory=1MiB", "thinker.max_context=512")
+    plan = make_plan(ServeOptions(model=tiny("llama"), dtype="float32", overrides=overrides))
+    assert plan.context_length == 512
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ServeOptions(model=tiny("llama"), overrides=("thinker.devices=cuda:2",))
+    for num_gpus, there in ((0, "no CUDA device"), (2, "cuda:0 to cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        with pytest.raises(DeploymentError, match=rf"stage\.thinker\.devices: no cuda:2 .* {there}"):
+            make_plan(options)
