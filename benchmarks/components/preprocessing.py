@@ -1,10 +1,12 @@
-"""Images per second on one core: the pool's work on an image against the family's transformers processor.
+"""Images and seconds of sound on one core: the pool's work against the family's transformers processor.
 
     python -m benchmarks.components.preprocessing [--seconds 3] [--sizes 1024x1024,1920x1080]
 
 Every row starts from the same encoded bytes and decodes them. Ours hands over resized uint8 pixels, because
 rescale, normalise and patchify run on the encoder's device; the row "ours + patchify" does them on the same
 core too, for a like-for-like result. "decode alone" (Pillow to RGB) is the floor that neither can pass.
+Sound: log-mel features of 30 s (128 mels, as the omni families take) from the same samples on both sides; the
+row "ours + decode" starts from an MP3 file of 48 kHz stereo instead, which it decodes, mixes and resamples.
 Unlike the rest of this package it imports the code it measures: there is no HTTP in between.
 """
 
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import av
 import numpy as np
 import PIL
 import torch
@@ -27,10 +30,12 @@ from PIL import Image
 
 from contracts.digests import Digester
 from contracts.media import MediaOptions
-from contracts.specs import ImageSpec
+from contracts.specs import AudioSpec, ImageSpec, MediaLimits
 from preprocess.images import decode_image, open_image
+from preprocess.mel import log_mel
 from preprocess.patches import patchify
 from preprocess.resize import pixel_budget, resized_shape
+from preprocess.sound import decode_audio
 
 MAX_SOURCE_PIXELS = 100_000_000
 SPECS = {
@@ -120,6 +125,58 @@ def contestants(case: Case) -> dict[str, Callable[[], object]]:
     }
 
 
+SOUND_SPEC = AudioSpec(tokens="qwen3_omni")
+SOUND_S = 30
+
+
+def melody(rate: int) -> np.ndarray:
+    """[samples] float32, seeded: gliding harmonics and noise."""
+    rng = np.random.default_rng(7)
+    time_s = np.arange(SOUND_S * rate) / rate
+    glide = 2 * np.pi * (200 + 60 * np.sin(time_s)) * time_s
+    tones = sum(np.sin(k * glide) / k for k in range(1, 6))
+    return (0.1 * tones + 0.01 * rng.standard_normal(len(time_s))).astype(np.float32)
+
+
+def mp3(rate: int) -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp3") as file:
+        stream = file.add_stream("libmp3lame", rate=rate, layout="stereo")
+        both = np.repeat(melody(rate)[None], 2, axis=0)
+        for start in range(0, both.shape[1], 1152):
+            piece = np.ascontiguousarray(both[:, start : start + 1152])
+            frame = av.AudioFrame.from_ndarray(piece, format="fltp", layout="stereo")
+            frame.sample_rate, frame.pts = rate, start
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+def sound_contestants() -> dict[str, Callable[[], object]]:
+    """Name → the features of SOUND_S seconds. Settles, once, that both give the same."""
+    samples, encoded, limits = melody(SOUND_SPEC.sampling_rate), mp3(48_000), MediaLimits()
+    extractor = transformers.WhisperFeatureExtractor(feature_size=SOUND_SPEC.num_mels)
+
+    def ours(heard: np.ndarray) -> np.ndarray:
+        out = np.empty((SOUND_SPEC.num_mels, SOUND_SPEC.num_frames(len(heard))), np.float32)
+        log_mel(heard, SOUND_SPEC, out)
+        return out
+
+    def theirs() -> np.ndarray:
+        features: np.ndarray = extractor(
+            samples, sampling_rate=SOUND_SPEC.sampling_rate, padding=True, truncation=False
+        )["input_features"][0]
+        return features
+
+    difference = np.abs(ours(samples) - theirs()).max()
+    assert difference < 1e-4, difference
+    return {
+        "transformers": theirs,
+        "ours": lambda: ours(samples),
+        "ours + decode": lambda: ours(decode_audio(encoded, SOUND_SPEC, limits).samples_S),
+    }
+
+
 def measure(work: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Median seconds an image, the contestants taking turns so that other load meets all of them alike."""
     times: dict[str, list[float]] = {name: [] for name in work}
@@ -152,6 +209,12 @@ def main() -> None:
         f"python {platform.python_version()}, pillow {PIL.__version__}, numpy {np.__version__}, transformers"
         f" {transformers.__version__}; {processor_name()}, pinned to core {core}; median CPU time"
     )
+    taken = measure(sound_contestants(), arguments.seconds)
+    print(f"\n| sound of {SOUND_S} s | ms | x real time | x transformers |")
+    print("|---|---|---|---|")
+    for name, seconds in taken.items():
+        ratio = taken["transformers"] / seconds
+        print(f"| {name} | {1000 * seconds:.1f} | {SOUND_S / seconds:.0f} | {ratio:.2f} |")
     print("\n| family | image | bytes | work | ms/image | images/s | x transformers |")
     print("|---|---|---|---|---|---|---|")
     for case in cases(sizes):
