@@ -12,6 +12,7 @@ from model_families.qwen2_5_omni.decoder import decoder_config
 from model_families.qwen2_5_omni.encoder import load_encoder
 from model_families.qwen2_5_omni.pipeline import PIPELINE
 from model_families.qwen2_5_omni.processor import PLACEHOLDERS, open_processor
+from model_families.qwen2_5_omni.speech import SPEECH
 from model_families.qwen2_5_omni.weights import text_name
 from model_families.text_config import CheckpointConfig
 
@@ -28,5 +29,6 @@ PARTS = FamilyParts(
     text_name=text_name,
     encoders={"vision": load_encoder, "audio": load_audio},
     model_types=("qwen2_5_omni_thinker",),
+    speech=SPEECH,
     placeholders=PLACEHOLDERS,
 )

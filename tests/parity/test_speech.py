@@ -26,7 +26,7 @@ from tests.spoken import (
     speak,
     spoken_conversation,
 )
-from tests.tiny_omni import CODEC_EOS, CODEC_EOS_3, CODEC_PAD, VOICES
+from tests.tiny_omni import CODEC_EOS, CODEC_EOS_3, CODEC_PAD, OMNI_FAMILIES, VOICES
 
 MAX_TOKENS = 7
 SEED = 5
@@ -38,7 +38,6 @@ A, B = picture(1), picture(2, 112, 60)
 S, T = sound(3, 0.7), sound(4, 1.3)
 GREEDY = greedy_talker(SEED)
 # Random weights would rather not speak at all.
-SPEAKING = ("qwen3_omni_moe",)
 ENDLESS = {
     "qwen2_5_omni": ((CODEC_EOS, -100.0), (CODEC_PAD, -100.0)),
     "qwen3_omni_moe": ((CODEC_EOS_3, -100.0),),
@@ -72,7 +71,7 @@ def settings(folder: Path, family: str) -> tuple[str, ...]:
 CUT = ("thinker.long_prefill_cap=7", "thinker.max_step_visual_tokens=5", "talker.long_prefill_cap=5")
 
 
-@pytest.fixture(params=SPEAKING)
+@pytest.fixture(params=OMNI_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
