@@ -95,8 +95,12 @@ class Answer:
 class Served:
     """Context manager. `overrides` are `PATH=VALUE` settings of the deployment."""
 
-    def __init__(self, folder: Path, *overrides: str, workers: Shape = "one") -> None:
-        self._options = ServeOptions(model=folder, dtype="float32", overrides=overrides, workers=workers)
+    def __init__(
+        self, folder: Path, *overrides: str, workers: Shape = "one", deployment: Path | None = None
+    ) -> None:
+        self._options = ServeOptions(
+            model=folder, dtype="float32", overrides=overrides, workers=workers, deployment=deployment
+        )
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="served")
         self._error: BaseException | None = None
