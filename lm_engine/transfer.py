@@ -13,3 +13,10 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, the host not waiting for the copy."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -86,9 +86,10 @@ class TalkerModel(Protocol):
         ...
 
     def prompt_rows(
-        self, prompt: TalkerPrompt, hidden_X: Tensor, first_token: int, first_hidden_X: Tensor | None
+        self, prompt: TalkerPrompt, hidden_NX: Tensor, first_token: int, first_hidden_1X: Tensor | None
     ) -> Tensor:
-        """[P, W]. `hidden_X`: one row per entry of `prompt.hidden_positions`."""
+        """[P, W]. `hidden_NX`: one row per entry of `prompt.hidden_positions`. All are on the device, of any
+        dtype."""
         ...
 
     def text_rows(self, token_ids_K: Tensor, hidden_KX: Tensor | None) -> Tensor:

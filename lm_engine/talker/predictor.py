@@ -83,15 +83,14 @@ class CodePredictor:
         block_tables_SM = first_block_S[:, None] + torch.arange(blocks_each, device=device)
         index_N = torch.arange(length - num_new, length, device=device)
         slots_SN = first_block_S[:, None] * BLOCK_SIZE + index_N
-        starts = [row * num_new for row in range(num_sequences + 1)]
-        lengths = [length] * num_sequences
+        starts_R = torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * num_new
         return AttentionMetadata(
-            query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-            sequence_lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+            query_starts=starts_R,
+            sequence_lengths=torch.full((num_sequences,), length, dtype=torch.int32, device=device),
             block_tables=block_tables_SM.int(),
             slot_mapping=slots_SN.flatten(),
             max_query_length=num_new,
             max_sequence_length=length,
-            host_query_starts=tuple(starts),
-            host_sequence_lengths=tuple(lengths),
+            host_query_starts=tuple(range(0, (num_sequences + 1) * num_new, num_new)),
+            host_sequence_lengths=(length,) * num_sequences,
         )

@@ -16,6 +16,7 @@ from contracts.messages import Speak
 from lm_engine.sequence import NO_SLOT
 from lm_engine.talker.model import Ints, TalkerConfig, TalkerModel, TalkerPrompt
 from lm_engine.talker.plan import RowPiece
+from lm_engine.transfer import moved, to_device
 
 MakeRows = Callable[[Callable[[], Tensor]], Future[Tensor]]
 
@@ -174,17 +175,22 @@ class RowMaker:
         if len(token_ids) > 1:
             rest = None if text_KX is None else text_KX[1:]
             answer.text.insert(0, (token_ids[1:], rest))
-        first_X = None if text_KX is None else text_KX[0]
+        first_1X = None if text_KX is None else text_KX[:1]
         model, prompt, first = self._model, answer.prompt, token_ids[0]
-        made = self._make(lambda: model.prompt_rows(prompt, hidden_NX.to(model.device), first, first_X))
+        made = self._make(
+            lambda: model.prompt_rows(prompt, moved(hidden_NX, model.device), first, self._moved(first_1X))
+        )
         answer.rows.append(made, prompt.num_rows)
         answer.hidden.clear()
         return True
 
     def _text(self, token_ids: list[int], hidden_KX: Tensor | None) -> Future[Tensor]:
         model = self._model
-        ids_K = torch.tensor(token_ids, dtype=torch.int64)
-        return self._make(lambda: model.text_rows(ids_K.to(model.device), hidden_KX))
+        ids_K = np.array(token_ids, dtype=np.int64)
+        return self._make(lambda: model.text_rows(to_device(ids_K, model.device), self._moved(hidden_KX)))
+
+    def _moved(self, hidden: Tensor | None) -> Tensor | None:
+        return None if hidden is None else moved(hidden, self._model.device)
 
 
 def _select(answer: SpokenAnswer, config: TalkerConfig) -> Tensor:

@@ -23,6 +23,7 @@ from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
 from lm_engine.model import Kernels as KernelChoice
 from lm_engine.talker.model import Draw, Ints, TalkerConfig, TalkerPrompt
+from lm_engine.transfer import to_device
 from model_families.checkpoint import checkpoint_error, read_config
 from model_families.decoder_weights import TextTensors
 from model_families.dummy_weights import open_checkpoint
@@ -115,15 +116,17 @@ class Talker:
         """One code a frame: nothing to predict."""
 
     def prompt_rows(
-        self, prompt: TalkerPrompt, hidden_X: Tensor, first_token: int, first_hidden_X: Tensor | None
+        self, prompt: TalkerPrompt, hidden_NX: Tensor, first_token: int, first_hidden_1X: Tensor | None
     ) -> Tensor:
-        assert first_hidden_X is not None
+        assert first_hidden_1X is not None
         heard_PX = self._embed_text(prompt.token_ids)
-        heard_PX[torch.from_numpy(prompt.is_media).to(self.device)] = 0.0
-        heard_PX = heard_PX + self._cast(hidden_X)
+        media_N = to_device(np.flatnonzero(prompt.is_media), self.device)
+        heard_PX = heard_PX.index_fill(0, media_N, 0.0)
+        heard_PX = heard_PX + self._cast(hidden_NX)
         voice_1X = self._embed_text([prompt.voice])
-        first_1X = self._embed_text([first_token]) + self._cast(first_hidden_X)
-        pad_start_2X = self._embed_codes(torch.tensor(prompt.codes[-2:], device=self.device))
+        first_1X = self._embed_text([first_token]) + self._cast(first_hidden_1X)
+        pad_start = np.array(prompt.codes[-2:], dtype=np.int64)
+        pad_start_2X = self._embed_codes(to_device(pad_start, self.device))
         return torch.cat([heard_PX, torch.cat([voice_1X, first_1X]) + pad_start_2X])
 
     def text_rows(self, token_ids_K: Tensor, hidden_KX: Tensor | None) -> Tensor:
@@ -154,14 +157,14 @@ class Talker:
         return code_S[:, None]
 
     def _embed_text(self, token_ids: Ints | list[int]) -> Tensor:
-        ids = torch.as_tensor(np.asarray(token_ids, dtype=np.int64), device=self.device)
+        ids = to_device(np.array(token_ids, dtype=np.int64), self.device)
         return functional.embedding(ids, self._text_table_VX).to(self._stack.activation_dtype)
 
     def _embed_codes(self, codes_R: Tensor) -> Tensor:
         return functional.embedding(codes_R, self._code_table_CX).to(self._stack.activation_dtype)
 
     def _cast(self, hidden_X: Tensor) -> Tensor:
-        return hidden_X.to(self.device, self._stack.activation_dtype)
+        return hidden_X.to(self._stack.activation_dtype)
 
 
 def read_talker_config(folder: Path) -> tuple[TalkerSection, TalkerConfig]:

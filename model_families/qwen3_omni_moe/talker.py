@@ -24,6 +24,7 @@ from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, 
 from lm_engine.model import Kernels as KernelChoice
 from lm_engine.talker.model import Draw, Ints, TalkerConfig, TalkerPrompt
 from lm_engine.talker.predictor import CodePredictor
+from lm_engine.transfer import to_device
 from model_families.checkpoint import checkpoint_error, read_config
 from model_families.decoder_weights import TextTensors
 from model_families.dummy_weights import open_checkpoint
@@ -162,18 +163,18 @@ class Talker:
         self._predictor.reserve(max_sequences)
 
     def prompt_rows(
-        self, prompt: TalkerPrompt, hidden_X: Tensor, first_token: int, first_hidden_X: Tensor | None
+        self, prompt: TalkerPrompt, hidden_NX: Tensor, first_token: int, first_hidden_1X: Tensor | None
     ) -> Tensor:
         sections = self._sections
-        media_P = torch.from_numpy(prompt.is_media).to(self.device)
         heard_PH = self._project_text(prompt.token_ids)
-        if len(hidden_X):
-            seen_NH = self._hidden(hidden_X.to(self.device, self._stack.activation_dtype))
-            heard_PH[media_P] = seen_NH
+        if len(hidden_NX):
+            seen_NH = self._hidden(hidden_NX.to(self._stack.activation_dtype))
+            media_N = to_device(np.flatnonzero(prompt.is_media), self.device)
+            heard_PH = heard_PH.index_copy(0, media_N, seen_NH)
         pads = [sections.tts_pad_token_id] * NUM_PADS
         text_NH = self._project_text([*pads, sections.tts_bos_token_id, first_token])
-        opening = self._section.opening_codes(prompt.voice)
-        return torch.cat([heard_PH, text_NH + self._embed_codes(torch.tensor(opening, device=self.device))])
+        opening = np.array(self._section.opening_codes(prompt.voice), dtype=np.int64)
+        return torch.cat([heard_PH, text_NH + self._embed_codes(to_device(opening, self.device))])
 
     def text_rows(self, token_ids_K: Tensor, hidden_KX: Tensor | None) -> Tensor:
         embedded_KX = functional.embedding(token_ids_K, self._text_table_VX)
@@ -205,7 +206,7 @@ class Talker:
         return self._predictor.complete(hidden_SH, self._embed_codes(code_S), code_S, draw)
 
     def _project_text(self, token_ids: Ints | list[int]) -> Tensor:
-        ids = torch.as_tensor(np.asarray(token_ids, dtype=np.int64), device=self.device)
+        ids = to_device(np.array(token_ids, dtype=np.int64), self.device)
         return self.text_rows(ids, None)
 
     def _embed_codes(self, codes_R: Tensor) -> Tensor:

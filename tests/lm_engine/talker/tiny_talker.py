@@ -20,6 +20,7 @@ from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.model import TalkerConfig, TalkerPrompt
 from lm_engine.talker.predictor import CodePredictor
 from lm_engine.talker.runner import TalkerRunner
+from lm_engine.transfer import to_device
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 
 HIDDEN, WIDTH = 24, 24
@@ -31,8 +32,8 @@ TEXT_VOCAB, FIRST_MEDIA = 60, 50
 class TinyTalker:
     """Text rows are embeddings; media rows the thinker's hidden states; voices 0 and 1."""
 
-    def __init__(self, *, text_hidden=False, end_bias=0.0, num_axes=1) -> None:
-        source, kernels = RandomSource(), ReferenceKernels()
+    def __init__(self, *, text_hidden=False, end_bias=0.0, device="cpu") -> None:
+        source, kernels = RandomSource(device=device), ReferenceKernels()
         decoder = tiny_config(vocab_size=CODES, max_position=256)
         self.config = TalkerConfig(
             decoder=decoder,
@@ -50,7 +51,7 @@ class TinyTalker:
         self.text_table = source.take("text", (TEXT_VOCAB + 3, WIDTH))
         self.code_table = source.take("codes", (CODES, WIDTH))
         self.head = kernels.pack_linear(source.take("head", (CODES, HIDDEN)), float32_output=True)
-        self.end_bias = torch.zeros(CODES)
+        self.end_bias = torch.zeros(CODES, device=device)
         self.end_bias[END] = end_bias
         inner = tiny_config(vocab_size=30, num_layers=1)
         tables = [source.take(f"table.{g}", (30, HIDDEN)) for g in range(1, NUM_GROUPS)]
@@ -82,12 +83,10 @@ class TinyTalker:
     def reserve(self, max_sequences):
         self.predictor.reserve(max_sequences)
 
-    def prompt_rows(self, prompt, hidden_X, first_token, first_hidden_X):
-        rows = self.text_table[torch.from_numpy(prompt.token_ids)]
-        rows[torch.from_numpy(prompt.is_media)] = hidden_X
-        first = self.text_rows(
-            torch.tensor([first_token]), None if first_hidden_X is None else first_hidden_X[None]
-        )
+    def prompt_rows(self, prompt, hidden_NX, first_token, first_hidden_1X):
+        rows = self.text_table[to_device(prompt.token_ids, self.device)]
+        rows.index_copy_(0, to_device(np.flatnonzero(prompt.is_media), self.device), hidden_NX)
+        first = self.text_rows(to_device(np.array([first_token]), self.device), first_hidden_1X)
         return torch.cat([rows, self.code_table[prompt.voice][None], first])
 
     def text_rows(self, token_ids_K, hidden_KX):
@@ -173,10 +172,10 @@ class Client:
             self.model.dtype,
             self.model.device,
         )
-        runner = TalkerRunner(
+        self.runner = TalkerRunner(
             self.model, kv, max_sequences=self.config.max_sequences, max_length=self.config.context_length
         )
-        self.engine = TalkerEngine(self.config, self.model, runner)
+        self.engine = TalkerEngine(self.config, self.model, self.runner)
         self.answers: dict[str, Answer] = {}
 
     def __enter__(self):
