@@ -369,6 +369,7 @@ class LMEngine:
             "num_sequences_running": scheduler.num_running_sequences,
             "num_waiting_tokens": scheduler.room.num_tokens,
             "kv_cache_usage_perc": pool.num_owned / (pool.num_blocks - 1),
+            "num_kv_blocks": pool.num_blocks,
             "num_cached_blocks": len(scheduler.cache),
             "resident_embedding_tokens": scheduler.ledger.num_claimed_tokens,
             "tokens_per_second": self._meter.tokens_per_s or 0.0,

@@ -161,7 +161,8 @@ def _placement(plan: StagePlan) -> str:
 
 
 def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context_length: int) -> KVCapacity:
-    """`kv_memory` as given; else what the limit (or the device) leaves beside a measured step."""
+    """`kv_memory` as given; else what the limit (or the device) leaves beside a measured step, which is
+    measured once in the life of the server."""
     if config.kv_memory is not None:
         return capacity_of(
             model.config,
@@ -170,6 +171,9 @@ def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context
             block_size=config.block_size,
             context_length=context_length,
         )
+    if plan.num_kv_blocks:
+        block_bytes = model.config.kv_bytes_per_token(plan.dtype) * config.block_size
+        return KVCapacity(plan.num_kv_blocks, config.block_size, block_bytes, context_length)
     bounds = step_bounds(config)
     _report(plan, "measuring the largest step, to size the KV cache")
     measured = measure_capacity(

@@ -42,6 +42,7 @@ class StagePlan:
     limit: int | None
     rank: int = 0  # of a tensor-parallel stage
     neighbours: int = 0  # bytes that the other stages of the device will take
+    num_kv_blocks: int = 0  # as an earlier start of the stage has measured; 0: none has
 
     @property
     def total(self) -> int:

@@ -4,7 +4,8 @@ memory."""
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,6 +55,11 @@ class Plan:
         """(source, target) of the edges that carry chunks; features travel through the preprocessing
         arena."""
         return tuple((e.source, e.target) for e in self.family.pipeline.edges if e.payload != "features")
+
+    def with_kv_blocks(self, num_blocks: Mapping[str, int]) -> Plan:
+        """By stage, as measured before: such a stage need not measure again."""
+        stages = tuple(replace(s, num_kv_blocks=num_blocks.get(s.stage, 0)) for s in self.stages)
+        return replace(self, stages=stages)
 
     def stage(self, name: str, rank: int = 0) -> StagePlan:
         return next(plan for plan in self.stages if (plan.stage, plan.rank) == (name, rank))

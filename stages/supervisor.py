@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from contracts.messages import FromStage, StageFailed, StageReady, ToStage
+from contracts.messages import FromStage, StageFailed, StageReady, StageStats, ToStage
 from stages.control import (
     ControlToWorker,
     FromWorker,
@@ -75,6 +75,7 @@ class _Worker:
     failed_starts: int = 0  # in a row
     timer: asyncio.TimerHandle | None = None  # when it counts as hung, or is to be started again
     unsent: list[tuple[str, ToStage]] = field(default_factory=list)  # for its stages, until Hello
+    kv_blocks: dict[str, int] = field(default_factory=dict)  # by stage, as measured by the first start
     ready_stages: set[str] = field(default_factory=set)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -183,6 +184,7 @@ class Supervisor:
             arena=self._arena,
             threads=spec.threads,
             heartbeat_s=self._config.heartbeat_s,
+            kv_blocks=worker.kv_blocks,
         )
         fds = spec.fds + ((self._arena.fd,) if self._arena is not None else ())
         worker.exited.clear()
@@ -302,6 +304,9 @@ class Supervisor:
     def _note_ready(self, worker: _Worker, messages: Sequence[FromStage]) -> None:
         if worker.state == "ready":
             return
+        for message in messages:
+            if isinstance(message, StageStats) and (blocks := message.values.get("num_kv_blocks")):
+                worker.kv_blocks[message.stage] = int(blocks)
         worker.ready_stages.update(m.stage for m in messages if isinstance(m, StageReady))
         if worker.ready_stages >= set(worker.spec.stages):
             worker.state = "ready"

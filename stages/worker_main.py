@@ -36,6 +36,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     arena: ArenaDescription | None
     threads: int
     heartbeat_s: float
+    kv_blocks: dict[str, int]  # stage → what an earlier life of this worker has measured
 
 
 class _Worker:
@@ -43,6 +44,7 @@ class _Worker:
         self._setup = setup
         self._outbox: Mailbox[FromStage] = Mailbox()
         plan = make_plan(setup.options, check_memory=False)  # the front process checked it
+        plan = plan.with_kv_blocks(setup.kv_blocks)
         senders, receivers = open_edge_ends(setup.edges)
         read = open_arena(setup.arena) if setup.arena is not None else None
         self._shells = make_shells(plan, setup.stages, senders, receivers, read, self._outbox.put_all)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from contracts.messages import FromStage
+from contracts.messages import FromStage, StageReady, StageStats
 from stages.options import ServeOptions
 from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
 
@@ -21,7 +21,8 @@ class Run:
 
     def __init__(self, folder: Path, config: SupervisorConfig = CONFIG) -> None:
         spec = WorkerSpec("thinker", ("thinker",), ("cpu",), (), 1, ())
-        options = ServeOptions(model=folder, dtype="float32", kv_memory="8MiB")
+        options = ServeOptions(model=folder, dtype="float32")  # the KV cache is measured
+        self.messages: list[FromStage] = []
         self.losses: list[bool] = []
         self.changed = asyncio.Event()
         self.supervisor = Supervisor(
@@ -29,6 +30,7 @@ class Run:
         )
 
     def _deliver(self, messages: list[FromStage]) -> None:
+        self.messages += messages
         self.changed.set()
 
     def _lost(self, spec: WorkerSpec, again: bool) -> None:
@@ -78,6 +80,10 @@ def test_a_ready_worker_is_restarted_at_once(tiny: Callable[..., Path]) -> None:
         await run.until(lambda: bool(run.losses))
         await run.until(lambda: run.state == "ready")
         assert run.losses == [True]
+        details = [m.detail for m in run.messages if isinstance(m, StageReady)]
+        assert ["weights and activations" in detail for detail in details] == [True, False], "measured once"
+        blocks = {m.values["num_kv_blocks"] for m in run.messages if isinstance(m, StageStats)}
+        assert len(blocks) == 1, "and of the same size since"
         assert run.pid != pid
         assert parent_of(run.pid) == server
         await run.supervisor.stop()
