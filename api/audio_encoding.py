@@ -21,12 +21,10 @@ class SpeechEncoder:
         self._encoder = AudioEncoder(format, sample_rate, speed)
         self._format = format
         self.mime = self._encoder.mime
-        self.num_samples = 0  # taken, before any change of speed
 
     async def encode(self, samples: bytes) -> bytes:
         """`samples`: float32 little-endian. What is ready of the container, which may be nothing."""
         pcm = np.frombuffer(samples, dtype="<f4")
-        self.num_samples += len(pcm)
         return await asyncio.to_thread(self._encoder.encode, pcm.astype(np.float32, copy=False))
 
     async def finish(self) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from api.generation import Generation
-from contracts.errors import TooManyRequests
+from contracts.errors import EngineError, TooManyRequests
 from stages.service import AudioChunk
 
 MAX_TRIES = 120  # of a piece after the first
@@ -94,7 +94,8 @@ class SpeechParts:
             self._begun = True
 
     async def next(self) -> bytes | None:
-        """The next samples, float32 little-endian; None after the last."""
+        """The next samples, float32 little-endian; None after the last. Raises EngineError when a piece was
+        ended before it began, so that no part of a text is left out unsaid."""
         while self._open:
             piece = self._open[0]
             chunk = await piece.next()
@@ -111,6 +112,10 @@ class SpeechParts:
 
     async def _leave(self, piece: _Piece) -> None:
         assert piece.generation.prompt is not None
+        if not piece.generation.num_audio_samples:
+            raise EngineError(
+                "the model ended its speech before it began; try another text", code="empty_speech"
+            )
         self.num_prompt_tokens += len(piece.generation.prompt.prompt_token_ids)
         self._open.popleft()
         await piece.close(None, None)

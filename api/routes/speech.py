@@ -24,7 +24,7 @@ from api.sse import ByteStream, EventStream, EventWriter, event, unless_disconne
 from api.validation import MAX_IDENTIFIER_CHARS, check_model, checked, invalid, require_length, unsupported
 from api.voices import VoiceObject, check_voice
 from contracts.conversation import Conversation, Message, TextPart
-from contracts.errors import BadRequest, EngineError
+from contracts.errors import BadRequest
 from contracts.params import SamplingParams
 from stages.service import UNLIMITED, GenerationRequest, SpeechOptions
 from vocoder.containers.formats import FORMATS
@@ -76,6 +76,7 @@ class VoiceList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[Voice]
     voices: tuple[str, ...]
     default: str | None
+    sample_rate: int | None  # of PCM, Hz
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,14 @@ def routes(api: Api) -> list[BaseRoute]:
 
 async def _voices(api: Api, request: Request) -> Response:
     voices = api.service.card.voices
-    listed = [Voice(voice, voice) for voice in voices]
-    return json_response(VoiceList(data=listed, voices=voices, default=voices[0] if voices else None))
+    return json_response(
+        VoiceList(
+            data=[Voice(voice, voice) for voice in voices],
+            voices=voices,
+            default=voices[0] if voices else None,
+            sample_rate=api.service.card.sample_rate,
+        )
+    )
 
 
 async def _speech(api: Api, request: Request) -> ASGIApp:
@@ -173,12 +180,10 @@ async def _spoken(api: Api, job: SpeechJob) -> AsyncIterator[tuple[SpeechParts, 
 
 
 async def _encoded(parts: SpeechParts, encoder: SpeechEncoder) -> AsyncIterator[bytes]:
-    """The container's bytes as they get ready. Raises EngineError when nothing was said at all."""
+    """The container's bytes as they get ready."""
     while (samples := await parts.next()) is not None:
         if data := await encoder.encode(samples):
             yield data
-    if not encoder.num_samples:
-        raise EngineError("the model ended its speech before it began; try another text", code="empty_speech")
     yield await encoder.finish()
 
 

@@ -16,16 +16,9 @@ import pytest
 from api.settings import ApiSettings
 from api.speech_text import pieces_of
 from contracts.errors import EngineError, TooManyRequests
-from tests.api.fakes import (
-    SAMPLE_RATE,
-    SAMPLES_PER_FRAME,
-    Script,
-    ScriptedService,
-    SpeakingService,
-    SpeechScript,
-    speech_of,
-)
+from tests.api.fakes import Script, ScriptedService
 from tests.api.serving import client, events_of, post, running
+from tests.api.spoken_fakes import SAMPLE_RATE, SAMPLES_PER_FRAME, SpeakingService, SpeechScript, speech_of
 from tests.api.test_disconnect import connected, metric
 from vocoder.containers.encoder import AudioEncoder
 
@@ -203,7 +196,7 @@ def test_voices_are_listed() -> None:
 
     listed = asyncio.run(run(SpeakingService()))
     assert listed["voices"] == [voice["id"] for voice in listed["data"]] == ["Chelsie", "Ethan"]
-    assert listed["default"] == "Chelsie"
+    assert (listed["default"], listed["sample_rate"]) == ("Chelsie", SAMPLE_RATE)
     assert asyncio.run(run(ScriptedService()))["voices"] == []
 
 
@@ -212,6 +205,20 @@ def test_speech_that_ends_before_it_begins_is_an_error(body: dict[str, Any]) -> 
     response = speak(SpeakingService(speech=SpeechScript(silent=True)), **body)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "empty_speech"
+
+
+def test_no_piece_of_a_long_text_is_left_out_unsaid() -> None:
+    async def run() -> None:
+        service = SpeakingService(speech=SpeechScript(silent_on="number 20 "))
+        body = {"input": LONG, "response_format": "pcm"}
+        async with running(service) as server, connected(server.port, body, SPEECH) as (reader, _):
+            received = b""
+            while more := await reader.read(1 << 16):
+                received += more
+            assert len(received) > 1000
+            assert not received.endswith(b"0\r\n\r\n")
+
+    asyncio.run(run())
 
 
 def test_speech_cut_at_its_bound_is_told() -> None:

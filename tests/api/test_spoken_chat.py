@@ -14,15 +14,9 @@ import openai
 import pytest
 
 from contracts.errors import EngineError
-from tests.api.fakes import (
-    SAMPLES_PER_FRAME,
-    Script,
-    ScriptedService,
-    SpeakingService,
-    SpeechScript,
-    speech_of,
-)
+from tests.api.fakes import Script, ScriptedService
 from tests.api.serving import events_of, post, running, user
+from tests.api.spoken_fakes import SAMPLES_PER_FRAME, SpeakingService, SpeechScript, speech_of
 from tests.api.test_disconnect import CHAT, connected
 from tests.api.test_speech import as_pcm16, pcm_of
 

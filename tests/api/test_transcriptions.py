@@ -18,8 +18,9 @@ from api.settings import ApiSettings
 from contracts.errors import EngineError
 from stages.launch import serve_service
 from stages.options import ServeOptions
-from tests.api.fakes import ScribeService, ScriptedService
+from tests.api.fakes import ScriptedService
 from tests.api.serving import client, events_of, running
+from tests.api.spoken_fakes import ScribeService
 from tests.tiny_whisper import build_tiny_whisper, reference_transcription, reference_whisper
 
 PATH = "/v1/audio/transcriptions"

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.speech.command import SpeechReport, main
 from benchmarks.speech.playback import Packet, play
 from contracts.errors import EngineError
-from tests.api.fakes import SAMPLE_RATE, SpeakingService, SpeechScript
 from tests.api.serving import running
+from tests.api.spoken_fakes import SAMPLE_RATE, SpeakingService, SpeechScript
 
 RATE = 1000
 
