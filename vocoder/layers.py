@@ -9,6 +9,8 @@ from torch.nn import functional
 
 from vocoder.streaming import Level, StateLayout, StreamBatch
 
+FEW_STEPS = 256  # a transposed convolution over fewer input steps costs several times the product it is
+
 
 class CausalConv(nn.Module):
     """A convolution padded with zeros at the left only; carries its last (kernel - 1) * dilation inputs."""
@@ -57,12 +59,29 @@ class CausalUpsampling(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_channels))
 
     def forward(self, x_BCT: Tensor, streams: StreamBatch) -> Tensor:
-        y_BCT = functional.conv_transpose1d(x_BCT, self.weight, stride=self.stride)
-        num_complete = x_BCT.shape[-1] * self.stride
+        is_short = x_BCT.shape[0] * x_BCT.shape[2] <= FEW_STEPS and self.overlap <= self.stride
+        y_BCT, rest_BCT = self._by_product(x_BCT) if is_short else self._by_convolution(x_BCT)
         if self.overlap:
             y_BCT[..., : self.overlap] += streams.read(self.slot)
-            streams.write(self.slot, y_BCT[..., num_complete:])
-        return y_BCT[..., :num_complete] + self.bias[:, None]
+            streams.write(self.slot, rest_BCT)
+        return y_BCT.add_(self.bias[:, None])
+
+    def _by_convolution(self, x_BCT: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples that are complete but for what is carried, and the overlap with the next chunk."""
+        y_BCT = functional.conv_transpose1d(x_BCT, self.weight, stride=self.stride)
+        num_complete = x_BCT.shape[-1] * self.stride
+        return y_BCT[..., :num_complete], y_BCT[..., num_complete:]
+
+    def _by_product(self, x_BCT: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as one product and an addition, for an overlap of at most one step."""
+        batch, channels, length = x_BCT.shape
+        taps = x_BCT.transpose(1, 2).reshape(-1, channels) @ self.weight.view(channels, -1)
+        taps_BTCK = taps.view(batch, length, *self.weight.shape[1:])
+        y_BTCS = taps_BTCK[..., : self.stride]
+        if self.overlap:
+            y_BTCS[:, 1:, :, : self.overlap] += taps_BTCK[:, :-1, :, self.stride :]
+        y_BCT = y_BTCS.transpose(1, 2).reshape(batch, -1, length * self.stride)
+        return y_BCT, taps_BTCK[:, -1, :, self.stride :]
 
 
 class Snake(nn.Module):

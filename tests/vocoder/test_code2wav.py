@@ -120,3 +120,11 @@ def test_the_published_shape_withholds_555_samples_of_1920():
     vocoder = random_code2wav(config)
     assert (vocoder.samples_per_frame, vocoder.withheld) == (1920, 555)
     assert vocoder.decode_whole(random_codes(vocoder, 2, random.Random(5))).shape == (2 * 1920 - 555,)
+
+
+def test_the_two_ways_of_upsampling_agree(monkeypatch):
+    vocoder = random_code2wav(tiny_config())
+    codes = random_codes(vocoder, 5, random.Random(6))
+    by_product = vocoder.decode_whole(codes)
+    monkeypatch.setattr("vocoder.layers.FEW_STEPS", 0)
+    assert torch.allclose(vocoder.decode_whole(codes), by_product, rtol=0, atol=TOLERANCE)
