@@ -15,7 +15,7 @@ FIRST_EPOCH = 1
 GREETING_BYTES = 1 << 20  # no frame of a stranger is longer
 
 
-class NixlDescription(msgspec.Struct, frozen=True, kw_only=True):
+class NixlDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What an end needs to open an edge, from any host: where the parent listens, and the sizes."""
 
     name: str

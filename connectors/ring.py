@@ -65,7 +65,7 @@ _CLOSED = {"sender": Word.SENDER_CLOSED, "receiver": Word.RECEIVER_CLOSED}
 _DEAD = {"sender": Word.SENDER_DEAD, "receiver": Word.RECEIVER_DEAD}
 
 
-class ShmDescription(msgspec.Struct, frozen=True, kw_only=True):
+class ShmDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What an end needs to open an edge: its inherited descriptors and its sizes."""
 
     name: str
@@ -178,6 +178,13 @@ class Ring:
         place = (self._slots + slot * SLOT_BYTES) // WORD
         words = self._words
         words[place], words[place + 1], words[place + 2] = body_offset, header_nbytes, sent_ns
+
+    def put_device_offset(self, slot: int, offset: int) -> None:
+        """Where the chunk's device tensors lie in the edge's device memory."""
+        self._words[(self._slots + slot * SLOT_BYTES) // WORD + 3] = offset
+
+    def device_offset(self, slot: int) -> int:
+        return self._words[(self._slots + slot * SLOT_BYTES) // WORD + 3]
 
     def preamble(self, slot: int) -> tuple[int, int, int]:
         """(body offset, header bytes, monotonic ns of sending)"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -55,25 +56,32 @@ class Memory:
             self.pinned = False
 
 
-def pack(chunk: Chunk) -> Packed:
-    headers, nbytes, size = [], 0, 0
-    for name, tensor in chunk.tensors.items():
-        assert tensor.layout is torch.strided, f"{name}: only strided tensors cross an edge"
-        assert not tensor.is_quantized, f"{name}: only plain tensors cross an edge"
-        headers.append(TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
-        nbytes += tensor.nbytes
-        size += align(tensor.nbytes)
+def pack(chunk: Chunk, on_device: Mapping[str, torch.Tensor] | None = None) -> Packed:
+    """`on_device`: further tensors, which are described and left to the caller."""
+    nbytes = sum(tensor.nbytes for tensor in chunk.tensors.values())
+    size = sum(align(tensor.nbytes) for tensor in chunk.tensors.values())
     header = _encoder.encode(
         ChunkHeader(
             request_id=chunk.request_id,
             stream=chunk.stream,
             seq=chunk.seq,
             last=chunk.last,
-            tensors=tuple(headers),
+            tensors=_headers(chunk.tensors),
+            device_tensors=_headers(on_device or {}),
             meta=chunk.meta,
         )
     )
     return Packed(header, tuple(chunk.tensors.values()), nbytes, align(len(header)) + size)
+
+
+def _headers(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorHeader, ...]:
+    for name, tensor in tensors.items():
+        assert tensor.layout is torch.strided, f"{name}: only strided tensors cross an edge"
+        assert not tensor.is_quantized, f"{name}: only plain tensors cross an edge"
+    return tuple(
+        TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    )
 
 
 def write(memory: Memory, offset: int, packed: Packed) -> None:
@@ -102,14 +110,22 @@ def _write_tensor(memory: Memory, offset: int, tensor: torch.Tensor) -> None:
     view.copy_(tensor, non_blocking=memory.pinned and tensor.is_cuda)
 
 
+def read_header(memory: Memory, offset: int, header_nbytes: int) -> ChunkHeader:
+    return _decoder.decode(memory.pages[offset : offset + header_nbytes])
+
+
+def nbytes_of(described: TensorHeader) -> int:
+    return math.prod(described.shape) * DTYPES[described.dtype].itemsize
+
+
 def read(memory: Memory, offset: int, header_nbytes: int) -> Chunk:
     """The chunk at `offset`; its tensors are views of `memory`."""
-    header = _decoder.decode(memory.pages[offset : offset + header_nbytes])
+    header = read_header(memory, offset, header_nbytes)
     offset += align(header_nbytes)
     tensors = {}
     for described in header.tensors:
         dtype = DTYPES[described.dtype]
-        nbytes = math.prod(described.shape) * dtype.itemsize
+        nbytes = nbytes_of(described)
         tensors[described.name] = _view(memory, offset, nbytes, dtype, described.shape)
         offset += align(nbytes)
     return Chunk(header.request_id, header.stream, header.seq, header.last, tensors, header.meta)

@@ -30,6 +30,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     last: bool
     tensors: tuple[TensorHeader, ...] = ()
+    device_tensors: tuple[TensorHeader, ...] = ()  # whose bytes are elsewhere, on a device
     meta: dict[str, int | float | str] = msgspec.field(default_factory=dict)
 
 

@@ -128,12 +128,15 @@ class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     threads: int | None = None
 
 
+Connector = Literal["inproc", "shm", "cuda_ipc", "nixl"]
+
+
 class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     target: str
-    connector: Literal["auto", "inproc", "shm"] = "auto"  # auto: inproc inside a process, shm between two
+    connector: Literal["auto"] | Connector = "auto"  # see `stages.placement`
     capacity: int = 64  # credits: chunks under way
-    capacity_bytes: int | str = "64MiB"  # of the shared ring
+    capacity_bytes: int | str = "64MiB"  # of tensors under way
 
 
 class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -322,6 +325,11 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
         if (edge.source, edge.target) not in {(e.source, e.target) for e in pipeline.edges}:
             raise DeploymentError(f"edge {edge.source}->{edge.target}: the pipeline has no such edge")
         _positive(f"edge {edge.source}->{edge.target}", edge, ("capacity",))
+        if edge.connector not in ("auto", "shm") and edge.source not in deployment.placed:
+            raise DeploymentError(
+                f"edge {edge.source}->{edge.target}.connector: features travel by shared memory, not by"
+                f" {edge.connector!r}"
+            )
     _positive("server", deployment.server, SERVER_FIELDS)
     _not_negative("server", deployment.server, ("max_restarts", "max_replays"))
     _positive("preprocess", deployment.preprocess, ("max_queued_jobs", "index_items", "auto_max_pixels"))

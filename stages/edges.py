@@ -1,16 +1,33 @@
-"""Edges between processes: which ends a worker holds, and the preprocessing arena it may read."""
+"""Edges between stages: made by the parent, their ends opened by the workers that hold them; the
+preprocessing arena."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol, assert_never
 
 import msgspec
 
+from connectors.cuda_ipc import CudaIpcDescription, CudaIpcEdge
+from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
-from connectors.shm import ShmDescription, ShmReceiver, ShmSender
+from connectors.nixl import NixlDescription, NixlEdge, NixlReceiver, NixlSender
+from connectors.shm import ShmDescription, ShmEdge, ShmReceiver, ShmSender
 from preprocess.arena import ArenaMapping
+from stages.deployment import Connector, Deployment, parse_bytes
 from stages.encoder_stage import FeatureReader
+
+End = Literal["sender", "receiver"]
+
+
+class InprocDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An edge inside one worker, which holds both ends."""
+
+    name: str
+    capacity: int
+
+
+EdgeDescription = InprocDescription | ShmDescription | CudaIpcDescription | NixlDescription
 
 
 class EdgeEnd(msgspec.Struct, frozen=True):
@@ -18,8 +35,8 @@ class EdgeEnd(msgspec.Struct, frozen=True):
 
     source: str
     target: str
-    end: Literal["sender", "receiver"]
-    ring: ShmDescription
+    end: End
+    edge: EdgeDescription
 
 
 class ArenaDescription(msgspec.Struct, frozen=True):
@@ -30,6 +47,58 @@ class ArenaDescription(msgspec.Struct, frozen=True):
     size: int
 
 
+class ParentEdge(Protocol):
+    """An edge as the process that made it has it; see `ShmEdge`."""
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What a process that holds an end must inherit."""
+        ...
+
+    def description(self) -> EdgeDescription: ...
+
+    def mark_dead(self, end: End) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _InprocEdge:
+    """Both its ends live and die with one worker."""
+
+    fds: tuple[int, ...] = ()
+
+    def __init__(self, description: InprocDescription) -> None:
+        self._description = description
+
+    def description(self) -> InprocDescription:
+        return self._description
+
+    def mark_dead(self, end: End) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_edge(deployment: Deployment, source: str, target: str, connector: Connector) -> ParentEdge:
+    config = deployment.edge(source, target)
+    name, capacity = f"{source}->{target}", config.capacity
+    capacity_bytes = parse_bytes(config.capacity_bytes, f"edge {name}.capacity_bytes")
+    match connector:
+        case "inproc":
+            return _InprocEdge(InprocDescription(name=name, capacity=capacity))
+        case "shm":
+            return ShmEdge.create(name, capacity_bytes, capacity)
+        case "nixl":
+            return NixlEdge.create(name, capacity_bytes, capacity)
+        case "cuda_ipc":
+            devices = (deployment.placed[stage].device_list[0] for stage in (source, target))
+            return CudaIpcEdge.create(name, capacity_bytes, capacity, *devices)
+    assert_never(connector)
+
+
 Ends = tuple[dict[tuple[str, str], Sender], dict[tuple[str, str], Receiver]]
 
 
@@ -38,11 +107,40 @@ def open_edge_ends(ends: Sequence[EdgeEnd]) -> Ends:
     receivers: dict[tuple[str, str], Receiver] = {}
     for end in ends:
         key = (end.source, end.target)
-        if end.end == "sender":
-            senders[key] = ShmSender(end.ring)
+        if isinstance(end.edge, InprocDescription):
+            if end.end == "sender":  # the other end is in this worker as well
+                senders[key], receivers[key] = inproc_pair(end.edge.name, end.edge.capacity)
+        elif end.end == "sender":
+            senders[key] = _open_sender(end.edge)
         else:
-            receivers[key] = ShmReceiver(end.ring)
+            receivers[key] = _open_receiver(end.edge)
     return senders, receivers
+
+
+def _open_sender(edge: ShmDescription | CudaIpcDescription | NixlDescription) -> Sender:
+    match edge:
+        case ShmDescription():
+            return ShmSender(edge)
+        case NixlDescription():
+            return NixlSender(edge)
+        case CudaIpcDescription():
+            from connectors.cuda_lanes import open_cuda_sender  # only where there is a GPU
+
+            return open_cuda_sender(edge)
+    assert_never(edge)
+
+
+def _open_receiver(edge: ShmDescription | CudaIpcDescription | NixlDescription) -> Receiver:
+    match edge:
+        case ShmDescription():
+            return ShmReceiver(edge)
+        case NixlDescription():
+            return NixlReceiver(edge)
+        case CudaIpcDescription():
+            from connectors.cuda_lanes import open_cuda_receiver  # only where there is a GPU
+
+            return open_cuda_receiver(edge)
+    assert_never(edge)
 
 
 def open_arena(description: ArenaDescription) -> FeatureReader:

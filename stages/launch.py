@@ -14,18 +14,18 @@ import torch
 
 from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
-from connectors.shm import ShmEdge
 from contracts.digests import Digester
 from contracts.messages import FromStage, ToStage
 from preprocess.pool import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig
 from stages.coordinator import Coordinator
-from stages.deployment import Deployment, DeploymentError, WorkerConfig, num_cores, parse_bytes
-from stages.edges import ArenaDescription, EdgeEnd
+from stages.deployment import Deployment, WorkerConfig, num_cores, parse_bytes
+from stages.edges import ArenaDescription, EdgeEnd, ParentEdge, make_edge
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
 from stages.omni_service import OmniService
 from stages.options import ServeOptions
+from stages.placement import choose_connectors, group_stages
 from stages.planning import Plan, make_plan, plan_text
 from stages.service import ModelCard, WorkerInfo
 from stages.stage_logics import make_shells
@@ -57,7 +57,7 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
             stack.push_async_callback(preprocessor.close)
             await preprocessor.start()
         workers: Workers
-        groups = worker_groups(plan, options)
+        groups = group_stages(plan.deployment, options.workers)
         if groups:
             coordinator, workers = await _start_processes(plan, options, groups, preprocessor, stack)
         else:
@@ -68,26 +68,6 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
         yield OmniService(
             card, plan.family, plan.deployment, coordinator, workers, preprocessor, plan.context_length
         )
-
-
-def worker_groups(plan: Plan, options: ServeOptions) -> tuple[WorkerConfig, ...]:
-    """Which stages share a process. None: all of them run in this one."""
-    if options.workers == "one":
-        return _in_this_process(plan)
-    if options.workers == "per-stage":
-        return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in plan.deployment.placed)
-    return plan.deployment.workers or _in_this_process(plan)
-
-
-def _in_this_process(plan: Plan) -> tuple[WorkerConfig, ...]:
-    """No groups; refused where the death of a rank would have to end the front process."""
-    for name, lm in plan.deployment.lms.items():
-        if lm.tensor_parallel > 1:
-            raise DeploymentError(
-                f"stage.{name}.tensor_parallel: {lm.tensor_parallel} ranks need a worker process of their"
-                " own; add [[worker]] groups or pass --workers per-stage"
-            )
-    return ()
 
 
 def _make_preprocessor(deployment: Deployment) -> Preprocessor:
@@ -153,23 +133,22 @@ async def _start_processes(
     preprocessor: Preprocessor | None,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Coordinator, Supervisor]:
-    rings: dict[tuple[str, str], ShmEdge] = {}
-    for source, target in plan.chunk_edges:
-        config = plan.deployment.edge(source, target)
-        capacity_bytes = parse_bytes(config.capacity_bytes, f"edge {source}->{target}.capacity_bytes")
-        rings[source, target] = ShmEdge.create(f"{source}->{target}", capacity_bytes, config.capacity)
-        stack.callback(rings[source, target].close)
+    edges: dict[tuple[str, str], ParentEdge] = {}
+    connectors = choose_connectors(plan.deployment, plan.chunk_edges, groups)
+    for (source, target), connector in connectors.items():
+        edges[source, target] = make_edge(plan.deployment, source, target, connector)
+        stack.callback(edges[source, target].close)
     arena = None
     if preprocessor is not None:
         mapped = preprocessor.pool.arena
         arena = ArenaDescription(mapped.fd, mapped.name, mapped.size)
     # The closures below are called only once the supervisor runs, when `coordinator` is bound.
     supervisor = Supervisor(
-        [_worker_spec(group, plan, groups, rings) for group in groups],
+        [_worker_spec(group, plan, groups, edges) for group in groups],
         options,
         arena,
         deliver=lambda messages: coordinator.dispatch(messages),
-        on_lost=lambda spec, again: _worker_lost(spec, again, rings, coordinator),
+        on_lost=lambda spec, again: _worker_lost(spec, again, edges, coordinator),
         config=_supervision(plan.deployment),
     )
     coordinator = Coordinator(
@@ -192,15 +171,15 @@ def _supervision(deployment: Deployment) -> SupervisorConfig:
 
 
 def _worker_lost(
-    spec: WorkerSpec, again: bool, rings: dict[tuple[str, str], ShmEdge], coordinator: Coordinator
+    spec: WorkerSpec, again: bool, edges: dict[tuple[str, str], ParentEdge], coordinator: Coordinator
 ) -> None:
-    for (source, target), ring in rings.items():
+    for (source, target), edge in edges.items():
         if source in spec.stages:
-            ring.mark_dead("sender")
+            edge.mark_dead("sender")
         if target in spec.stages:
-            ring.mark_dead("receiver")
+            edge.mark_dead("receiver")
         if again and (source in spec.stages or target in spec.stages):
-            ring.reset()
+            edge.reset()
     for stage in spec.stages:
         coordinator.stage_lost(stage, restarts=again)
 
@@ -209,18 +188,18 @@ def _worker_spec(
     group: WorkerConfig,
     plan: Plan,
     groups: tuple[WorkerConfig, ...],
-    rings: dict[tuple[str, str], ShmEdge],
+    edges: dict[tuple[str, str], ParentEdge],
 ) -> WorkerSpec:
     ends: list[EdgeEnd] = []
     fds: list[int] = []
-    for (source, target), ring in rings.items():
-        description = ring.description()
+    for (source, target), edge in edges.items():
+        description = edge.description()
         if source in group.stages:
             ends.append(EdgeEnd(source, target, "sender", description))
         if target in group.stages:
             ends.append(EdgeEnd(source, target, "receiver", description))
         if source in group.stages or target in group.stages:
-            fds += ring.fds
+            fds += edge.fds
     placed = plan.deployment.placed
     devices = dict.fromkeys(device for stage in group.stages for device in placed[stage].device_list)
     threads = group.threads or max(1, num_cores() // len(groups))

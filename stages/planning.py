@@ -29,6 +29,7 @@ from stages.memory_plan import (
     with_neighbours,
 )
 from stages.options import ServeOptions
+from stages.placement import choose_connectors, group_stages
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = ROOT / ".models" / "omnistage-default"
@@ -180,9 +181,11 @@ def plan_text(options: ServeOptions) -> str:
         f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
         "edges",
     ]
+    groups = group_stages(plan.deployment, options.workers)
+    connectors = choose_connectors(plan.deployment, plan.chunk_edges, groups)
     for edge in pipeline.edges:
         config = plan.deployment.edge(edge.source, edge.target)
-        connector = "shared memory" if edge.payload == "features" else "inproc"
+        connector = connectors.get((edge.source, edge.target), "shared memory")
         lines.append(
             f"  {edge.source} -> {edge.target}  {edge.payload} over {connector}, capacity {config.capacity}"
         )

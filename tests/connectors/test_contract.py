@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from connectors.cuda_ipc import CudaIpcEdge, CudaIpcReceiver, CudaIpcSender
 from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
 from connectors.nixl import NixlEdge, NixlReceiver, NixlSender
 from connectors.shm import ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
+from tests.connectors.fake_device import FakeReceiveLane, FakeSendLane
 
 POOL_BYTES = 24 << 20
 Factory = Callable[[int], tuple[Sender, Receiver]]
@@ -32,7 +34,7 @@ NIXL = pytest.param(
 )
 
 
-@pytest.fixture(params=["inproc", "shm", NIXL])
+@pytest.fixture(params=["inproc", "shm", "cuda_ipc", NIXL])
 def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
     with contextlib.ExitStack() as stack:
 
@@ -52,11 +54,17 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
             stack.callback(receiver.close)
             return sender, receiver
 
-        makers = {
-            "inproc": lambda capacity: inproc_pair("test", capacity),
-            "shm": shm_pair,
-            "nixl": nixl_pair,
-        }
+        def cuda_ipc_pair(capacity: int) -> tuple[Sender, Receiver]:
+            edge = CudaIpcEdge.create("test", POOL_BYTES, capacity, "cuda:0", "cuda:0")
+            stack.callback(edge.close)
+            sender = CudaIpcSender(edge.description(), FakeSendLane(POOL_BYTES, capacity))
+            stack.callback(sender.close)
+            receiver = CudaIpcReceiver(edge.description(), FakeReceiveLane(capacity))
+            stack.callback(receiver.close)
+            return sender, receiver
+
+        makers = {"shm": shm_pair, "cuda_ipc": cuda_ipc_pair, "nixl": nixl_pair}
+        makers["inproc"] = lambda capacity: inproc_pair("test", capacity)
         yield makers[request.param]
 
 

@@ -26,8 +26,8 @@ from lm_engine.plan import Admission, SequenceStep, SpanPiece, StepPlan
 from lm_engine.ranks import Followers, PlanDecoder, encode_plan
 from stages.build import build_following_runner, build_lm_engine
 from stages.deployment import DeploymentError
-from stages.launch import worker_groups
 from stages.options import ServeOptions
+from stages.placement import group_stages
 from stages.planning import Plan, make_plan, plan_text
 from stages.rank_processes import RankProcesses
 from tests.lm_engine.random_decoder import tiny_config
@@ -233,5 +233,5 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
         plan_of(folder, "thinker.tensor_parallel=2", "thinker.devices=cuda:1")
     options = ServeOptions(model=folder, overrides=("thinker.tensor_parallel=2", "thinker.devices=cpu"))
     with pytest.raises(DeploymentError, match="worker process of their own"):
-        worker_groups(make_plan(options), options)
-    assert "thinker/1" in plan_text(options)
+        group_stages(make_plan(options).deployment, options.workers)
+    assert "thinker/1" in plan_text(dataclasses.replace(options, workers="per-stage"))

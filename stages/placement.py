@@ -1,0 +1,76 @@
+"""Which stages share a process, and which connector carries each edge: the deployment made choices."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+from stages.deployment import Connector, Deployment, DeploymentError, EdgeConfig, WorkerConfig
+
+
+def group_stages(deployment: Deployment, workers: str) -> tuple[WorkerConfig, ...]:
+    """Which stages share a process. None: all of them run in the front process. `workers` as in
+    ServeOptions."""
+    if workers == "one":
+        return _in_this_process(deployment)
+    if workers == "per-stage":
+        return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in deployment.placed)
+    return deployment.workers or _in_this_process(deployment)
+
+
+def _in_this_process(deployment: Deployment) -> tuple[WorkerConfig, ...]:
+    """No groups; refused where the death of a rank would have to end the front process."""
+    for name, lm in deployment.lms.items():
+        if lm.tensor_parallel > 1:
+            raise DeploymentError(
+                f"stage.{name}.tensor_parallel: {lm.tensor_parallel} ranks need a worker process of their"
+                " own; add [[worker]] groups or pass --workers per-stage"
+            )
+    return ()
+
+
+def choose_connectors(
+    deployment: Deployment, edges: Sequence[tuple[str, str]], groups: Sequence[WorkerConfig]
+) -> Mapping[tuple[str, str], Connector]:
+    """Raises DeploymentError naming the edge and the field."""
+    worker_of = {stage: group.name for group in groups for stage in group.stages}
+    return {
+        (source, target): choose_connector(
+            deployment.edge(source, target),
+            (_device_of(deployment, source), _device_of(deployment, target)),
+            together=worker_of.get(source) == worker_of.get(target),
+        )
+        for source, target in edges
+    }
+
+
+def choose_connector(edge: EdgeConfig, devices: tuple[str, str], *, together: bool) -> Connector:
+    """auto: in a process by hand, between GPUs of a host by CUDA IPC, else by shared memory. Two ends in one
+    process need no transport, whatever the file says for them apart."""
+    if together:
+        return "inproc"
+    on_gpus = all(device.startswith("cuda") for device in devices)
+    where = f"edge {edge.source}->{edge.target}.connector"
+    match edge.connector:
+        case "auto":
+            return "cuda_ipc" if on_gpus else "shm"
+        case "inproc":
+            raise DeploymentError(
+                f"{where}: 'inproc' wants both stages in one worker; {edge.source} and {edge.target} are"
+                " apart"
+            )
+        case "cuda_ipc" if not on_gpus:
+            raise DeploymentError(
+                f"{where}: 'cuda_ipc' wants both stages on GPUs; {edge.source} is on {devices[0]},"
+                f" {edge.target} on {devices[1]}"
+            )
+        case "nixl" if importlib.util.find_spec("nixl_cu13") is None:
+            raise DeploymentError(
+                f"{where}: 'nixl' needs the package nixl-cu13; pip install 'omnistage[nixl]'"
+            )
+        case chosen:
+            return chosen
+
+
+def _device_of(deployment: Deployment, stage: str) -> str:
+    return deployment.placed[stage].device_list[0]

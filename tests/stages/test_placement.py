@@ -1,0 +1,83 @@
+"""Which connector carries an edge, and the refusals that name it."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.deployment import (
+    Deployment,
+    DeploymentError,
+    EdgeConfig,
+    EncoderConfig,
+    LMConfig,
+    load_deployment,
+)
+from stages.edges import EdgeEnd, make_edge, open_edge_ends
+from stages.placement import choose_connectors, group_stages
+from tests.stages.test_deployment import PIPELINE
+
+EDGE = ("vision", "thinker")
+
+
+def deployment_of(vision: str, thinker: str, connector: str = "auto") -> Deployment:
+    return Deployment(
+        encoders={"vision": EncoderConfig(devices=vision)},
+        lms={"thinker": LMConfig(devices=thinker)},
+        edges=(EdgeConfig(source="vision", target="thinker", connector=connector),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "connector", "workers", "chosen"),
+    [
+        (("cpu", "cpu"), "auto", "one", "inproc"),
+        (("cuda:0", "cuda:1"), "nixl", "one", "inproc"),  # in one process there is nothing to cross
+        (("cpu", "cpu"), "auto", "per-stage", "shm"),
+        (("cuda:0", "cpu"), "auto", "per-stage", "shm"),
+        (("cuda:0", "cuda:1"), "auto", "per-stage", "cuda_ipc"),
+        (("cuda:0", "cuda:0"), "auto", "per-stage", "cuda_ipc"),
+        (("cuda:0", "cuda:1"), "shm", "per-stage", "shm"),
+    ],
+)
+def test_the_connector_of_an_edge(
+    devices: tuple[str, str], connector: str, workers: str, chosen: str
+) -> None:
+    deployment = deployment_of(*devices, connector)
+    groups = group_stages(deployment, workers)
+    assert choose_connectors(deployment, [EDGE], groups) == {EDGE: chosen}
+
+
+@pytest.mark.parametrize(
+    ("connector", "message"),
+    [
+        ("inproc", r"edge vision->thinker.connector: 'inproc' wants both stages in one worker"),
+        ("cuda_ipc", r"edge vision->thinker.connector: 'cuda_ipc' .* thinker on cpu"),
+        ("nixl", r"edge vision->thinker.connector: 'nixl' needs the package"),
+    ],
+)
+def test_refusals_name_the_edge_and_the_field(
+    connector: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    deployment = deployment_of("cuda:0", "cpu", connector)
+    with pytest.raises(DeploymentError, match=message):
+        choose_connectors(deployment, [EDGE], group_stages(deployment, "per-stage"))
+
+
+def test_features_have_a_way_of_their_own(tmp_path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_text('[[edge]]\nsource = "preprocess"\ntarget = "vision"\nconnector = "nixl"\n')
+    with pytest.raises(DeploymentError, match=r"edge preprocess->vision.connector: features"):
+        load_deployment(PIPELINE, file)
+    file.write_text('[[edge]]\nsource = "vision"\ntarget = "thinker"\nconnector = "pigeon"\n')
+    with pytest.raises(DeploymentError, match=r"edge\[0\]"):
+        load_deployment(PIPELINE, file)
+
+
+def test_two_ends_in_one_worker_are_a_pair() -> None:
+    edge = make_edge(deployment_of("cpu", "cpu"), *EDGE, "inproc")
+    ends = [EdgeEnd(*EDGE, end, edge.description()) for end in ("sender", "receiver")]
+    senders, receivers = open_edge_ends(ends)
+    assert receivers[EDGE].hands_over
+    senders[EDGE].close()
+    receivers[EDGE].close()
