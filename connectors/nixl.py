@@ -104,6 +104,7 @@ class NixlEdge:
             self._do(self._end)
             self._thread.join()
             self._bell.close()
+            self._bell_heard.close()  # here: the last ring may come after the thread has seen the end
 
     # --- the thread: whatever changes the edge happens here -------------------------------------------------
 
@@ -124,7 +125,6 @@ class NixlEdge:
         for link in [*self._strangers, *(attached.link for attached in self._ends.values())]:
             link.close()
         self._listener.close()
-        self._bell_heard.close()
         self._selector.close()
 
     def _end(self) -> None:

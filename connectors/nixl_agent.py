@@ -3,6 +3,7 @@ nothing is under way."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -101,7 +102,10 @@ class NixlDriver:
         self._serving = 0
         self._kept: list[Registration] = []
         self._agent, self._errors = _open_agent(self.name)
-        threading.Thread(target=self._run, name="nixl", daemon=True).start()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)  # a thread cut off inside UCX would abort the process
 
     def register(self, memory: Memory) -> Registration:
         """The memory is kept until it is deregistered."""
@@ -169,9 +173,16 @@ class NixlDriver:
 
         self._commands.put(call)
 
+    def _stop(self) -> None:
+        def stop() -> None:
+            self._stopped = True
+
+        self._commands.put(stop)
+        self._thread.join()
+
     def _run(self) -> None:
         since = time.monotonic()
-        while True:
+        while not self._stopped:
             if not self._reads and not self._serving:
                 self._commands.get()()
                 since = time.monotonic()

@@ -1,9 +1,10 @@
-"""The shared-memory connector between two processes: one-way latency, bandwidth beside memcpy, flat memory.
+"""A connector between two processes: one-way latency, bandwidth beside memcpy, flat memory.
 
-    python -m benchmarks.components.connectors [--pings 3000] [--rounds 7] [--messages 1000000] [--cores 0,1]
+    python -m benchmarks.components.connectors [--connector shm|nixl] [--pings 3000] [--rounds 7]
+        [--messages 1000000] [--cores 0,1]
 
-Latency is from before `send` to after `receive` returns in the other process, one chunk under way at a time;
-its floor is half a round trip of bare eventfds, what the kernel takes to wake the other process.
+Latency is from before `send` to after `receive` returns in the other process, one chunk under way at a
+time; its floor is half a round trip of bare eventfds, what the kernel takes to wake the other process.
 Bandwidth is that of a stream, each chunk released as it arrives, its bytes not read; the floor is one thread
 copying the same tensor with the C library's memcpy into memory of its own, measured in turns with it.
 Like benchmarks.preprocessing it imports the code it measures.
@@ -27,6 +28,7 @@ import torch
 
 from benchmarks.environment import describe_environment
 from benchmarks.text_table import render
+from connectors.nixl import NixlDescription, NixlEdge, NixlReceiver, NixlSender
 from connectors.shm import ShmDescription, ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
 
@@ -42,11 +44,23 @@ STOP_BELL = 0xFFFF
 WARM_UP_MESSAGES = 20_000  # before the resident memory is read for the first time
 
 
+Description = ShmDescription | NixlDescription
+Edge = ShmEdge | NixlEdge
+
+
 class Ends(msgspec.Struct, frozen=True):
     """Both edges of the child."""
 
-    forth: ShmDescription
-    back: ShmDescription
+    forth: Description
+    back: Description
+
+
+def open_sender(description: Description) -> ShmSender | NixlSender:
+    return ShmSender(description) if isinstance(description, ShmDescription) else NixlSender(description)
+
+
+def open_receiver(description: Description) -> ShmReceiver | NixlReceiver:
+    return ShmReceiver(description) if isinstance(description, ShmDescription) else NixlReceiver(description)
 
 
 def resident_bytes() -> int:
@@ -57,7 +71,7 @@ def resident_bytes() -> int:
 
 async def answer(ends: Ends) -> None:
     """The child: releases what comes, and answers the last chunk of each request with the latency of it."""
-    receiver, sender = ShmReceiver(ends.forth), ShmSender(ends.back)
+    receiver, sender = open_receiver(ends.forth), open_sender(ends.back)
     while True:
         chunk = await receiver.receive()
         latency_ns = time.monotonic_ns() - int(chunk.meta.get("sent_ns", 0))
@@ -106,7 +120,7 @@ def bell_latencies_us(pings: int, core: int | None) -> list[float]:
 class Peer:
     """The child process as the parent uses it."""
 
-    def __init__(self, forth: ShmEdge, back: ShmEdge, core: int | None) -> None:
+    def __init__(self, forth: Edge, back: Edge, core: int | None) -> None:
         ends = Ends(forth.description(), back.description())
         command = [
             sys.executable,
@@ -118,7 +132,8 @@ class Peer:
         command += [] if core is None else ["--cores", str(core)]
         self.core = core
         self.process = subprocess.Popen(command, pass_fds=forth.fds + back.fds)
-        self._sender, self._receiver = ShmSender(forth.description()), ShmReceiver(back.description())
+        self._sender = open_sender(forth.description())
+        self._receiver = open_receiver(back.description())
 
     async def exchange(self, tensor: torch.Tensor, count: int = 1, stream: str = "s") -> Chunk:
         """A stream of `count` chunks; the answer to its last."""
@@ -199,8 +214,9 @@ async def report_memory(peer: Peer, messages: int) -> None:
 
 
 async def measure(options: argparse.Namespace, cores: Sequence[int]) -> None:
-    forth = ShmEdge.create("forth", POOL_BYTES, MAX_CHUNKS)
-    back = ShmEdge.create("back", MIB, MAX_CHUNKS)
+    kind: type[ShmEdge] | type[NixlEdge] = ShmEdge if options.connector == "shm" else NixlEdge
+    forth: Edge = kind.create("forth", POOL_BYTES, MAX_CHUNKS)
+    back: Edge = kind.create("back", MIB, MAX_CHUNKS)
     peer = Peer(forth, back, cores[1] if len(cores) > 1 else None)
     try:
         await report(peer, options)
@@ -217,6 +233,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--connector", choices=("shm", "nixl"), default="shm")
     parser.add_argument("--pings", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--messages", type=int, default=1_000_000, help="0 leaves the memory check out")
