@@ -23,8 +23,9 @@ from lm_engine.runner import Runner
 from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.runner import TalkerRunner
 from model_families.family import Family
-from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, step_bounds
+from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, stage_of, step_bounds
 from stages.memory_plan import MIB, StagePlan, device_bytes
+
 from stages.vocoder_stage import BuiltPool
 from vocoder.pool import VocoderPool, VocoderPoolConfig
 
@@ -45,7 +46,7 @@ def _report(plan: StagePlan, doing: str) -> None:
 def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
     device = torch.device(plan.device)
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    model = family.load_encoder(plan.stage, device, plan.dtype)
+    model = family.load_encoder(stage_of(plan.stage), device, plan.dtype)
     cache = CacheConfig(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),

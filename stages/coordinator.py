@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,8 +32,10 @@ from contracts.messages import (
     ToStage,
 )
 from contracts.pipeline import Pipeline
+from stages.deployment import RoutingConfig
 from stages.inflight import Attempt, InFlight, MediaHandle
 from stages.routes import Routes
+from stages.routing import Choice, ItemRouter, PrefixRouter
 from stages.speech_flow import SpeechFlow, SpeechOrder
 from stages.stage_board import SendToStage, StageBoard
 
@@ -43,14 +45,26 @@ __all__ = ["Coordinator", "MediaHandle"]
 class Coordinator:
     """All methods run on the front process's loop. `dispatch` takes what the stages send."""
 
-    def __init__(self, pipeline: Pipeline, send: SendToStage, max_replays: int = 6) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        send: SendToStage,
+        max_replays: int = 6,
+        replicas: Mapping[str, tuple[str, ...]] | None = None,
+        routing: RoutingConfig | None = None,
+    ) -> None:
+        """`replicas`: of the entry stage and of encoders, the names under which each runs."""
         self._max_replays = max_replays
-        self._routes = Routes(pipeline)
+        self._routes = Routes(pipeline, replicas)
+        routing = routing or RoutingConfig()
+        self.router = PrefixRouter(self._routes.replicas(self._routes.entry), routing)
+        self._item_routers = {
+            stage: ItemRouter(self._routes.replicas(stage), routing) for stage in self._routes.encoders
+        }
         self._send = send
         self._requests: dict[str, InFlight] = {}
         self._attempts: dict[str, Attempt] = {}
-        stages = tuple(s.name for s in pipeline.stages if s.kind != "preprocess")
-        self.board = StageBoard(stages, send)
+        self.board = StageBoard(self._routes.running, send)
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -90,7 +104,7 @@ class Coordinator:
             return
         request.open_samples.discard(sample)
         if request.current is not None:
-            self._send(self._routes.entry, StopSample(request.current.id, sample))
+            self._send(request.current.path[0], StopSample(request.current.id, sample))
         self._text_may_have_ended(request)
         if request.complete:
             request.events.put_nowait(Generated(request_id=request_id, deltas=()))
@@ -105,8 +119,9 @@ class Coordinator:
     def _require_path(self, request: InFlight) -> None:
         """Every stage on the way is there or about to be: a restarting one makes the request wait."""
         for stage in (*self._path(request), *self._routes.encoders_of(request.message.prompt)):
-            state = self.board.state(stage)
-            if state not in ("ready", "restarting"):
+            states = [self.board.state(name) for name in self._routes.replicas(stage)]
+            if not {"ready", "restarting"} & set(states):
+                state = states[0]
                 raise ServiceUnavailable(
                     f"stage {stage} is {state}", stage=stage, request_id=request.id, retry_after_s=5.0
                 )
@@ -114,10 +129,14 @@ class Coordinator:
     def _start(self, request: InFlight) -> None:
         """Gives the request to its stages, as new or with what its client has already; or leaves it for the
         return of one of them."""
-        path = self._path(request)
-        if not all(self.board.is_ready(stage) for stage in path):
+        entry, *others = self._path(request)
+        replicas = self._ready(entry)
+        if not replicas or not all(self.board.is_ready(stage) for stage in others):
             return
-        attempt = request.next_attempt()
+        sampling, salt = request.message.sampling, request.message.cache_salt
+        choice = self.router.choose(request.message.prompt, sampling.max_tokens, sampling.n, salt, replicas)
+        path = (choice.replica, *others)
+        attempt = request.next_attempt(choice, path)
         self._attempts[attempt.id] = attempt
         message = request.generate(attempt.id)
         if request.speech is not None:
@@ -125,10 +144,13 @@ class Coordinator:
             self._tell(attempt, vocoder, request.speech.vocode(attempt.id))
             self._tell(attempt, talker, request.speech.speak(attempt.id, message.prompt))
             self._grant(request, request.speech.grant_again(attempt.id))
-        self._tell(attempt, self._routes.entry, message)
+        self._tell(attempt, choice.replica, message)
         if message.forced is None:
             for sample in set(range(message.sampling.n)) - request.open_samples:
-                self._send(self._routes.entry, StopSample(attempt.id, sample))
+                self._send(choice.replica, StopSample(attempt.id, sample))
+
+    def _ready(self, stage: str) -> list[str]:
+        return [name for name in self._routes.replicas(stage) if self.board.is_ready(name)]
 
     def _tell(self, attempt: Attempt, stage: str, message: ToStage) -> None:
         attempt.stages.add(stage)
@@ -156,7 +178,9 @@ class Coordinator:
         chunk of it can still come from above. The entry stage forgets a finished text by itself.
         """
         attempt.withdrawn = True
-        path = self._path(attempt.request)
+        self.router.finished(attempt.entry)
+        self._encoders_finished(attempt)
+        path = attempt.path
         finished = attempt.request.speech is None and not attempt.request.open_samples
         for stage in attempt.stages - set(path):
             self._tell_to_forget(attempt, stage)
@@ -179,8 +203,8 @@ class Coordinator:
 
     def _aborted(self, attempt: Attempt, stage: str) -> None:
         attempt.unacknowledged.discard(stage)
-        if stage not in self._path(attempt.request):
-            attempt.features_in_use.clear()
+        if stage not in attempt.path:
+            self._let_go(attempt, stage)
         elif attempt.still_to_tell:
             self._tell_next(attempt)
         self._drop_if_over(attempt.request)
@@ -250,6 +274,7 @@ class Coordinator:
     def _generated(self, attempt: Attempt, message: Generated) -> None:
         request = attempt.request
         attempt.asked_items.clear()
+        self._encoders_finished(attempt)
         self._release_unread_features(request)
         deltas = request.take(message.deltas)
         cached = None if request.cached_tokens_told else message.num_cached_tokens
@@ -284,19 +309,36 @@ class Coordinator:
     # --- media ------------------------------------------------------------------------------------------
 
     def _encode(self, attempt: Attempt, index: int, item: MediaItem) -> None:
-        encoder = self._routes.encoder_of(item)
-        if not self.board.is_ready(encoder):
-            return  # asked again when it is back
+        stage, salt = self._routes.encoder_of(item), attempt.request.message.cache_salt
+        replicas, router = self._ready(stage), self._item_routers[self._routes.encoder_of(item)]
+        if not replicas:
+            return  # asked again when one is back
+        if (before := attempt.encoders.pop(index, None)) is not None:
+            router.finished(before)
+        choice = attempt.encoders[index] = router.choose(item, salt, replicas)
         if item.features is not None:
             attempt.features_in_use[index] = attempt.features_in_use.get(index, 0) + 1
         message = Encode(
             request_id=attempt.id,
             item_index=index,
             item=item,
-            target=self._routes.entry,
-            cache_salt=attempt.request.message.cache_salt,
+            target=attempt.path[0],
+            cache_salt=salt,
         )
-        self._tell(attempt, encoder, message)
+        self._tell(attempt, choice.replica, message)
+
+    def _encoders_finished(self, attempt: Attempt) -> None:
+        """Nothing is being encoded for it any more; where its features may still be read stays known."""
+        for index, choice in attempt.encoders.items():
+            stage = self._routes.encoder_of(attempt.request.message.prompt.items[index])
+            self._item_routers[stage].finished(choice)
+            attempt.encoders[index] = Choice(choice.replica, 0, 0)
+
+    def _let_go(self, attempt: Attempt, encoder: str) -> None:
+        """The replica reads no features of the attempt any more."""
+        for index, choice in attempt.encoders.items():
+            if choice.replica == encoder:
+                attempt.features_in_use.pop(index, None)
 
     async def _encode_again(self, attempt: Attempt, index: int) -> None:
         try:
@@ -341,13 +383,16 @@ class Coordinator:
                 continue
             attempt = request.current
             if attempt is None:
-                if stage in self._path(request):
+                if self._on_path(request, stage):
                     self._start(request)
                 continue
-            for index in sorted(attempt.asked_items):
-                item = request.media[index].pin()
-                if self._routes.encoder_of(item) == stage:
-                    self._encode(attempt, index, item)
+            for index in sorted(attempt.asked_items - attempt.encoders.keys()):
+                item = request.message.prompt.items[index]
+                if stage in self._routes.replicas(self._routes.encoder_of(item)):
+                    self._encode(attempt, index, request.media[index].pin())
+
+    def _on_path(self, request: InFlight, name: str) -> bool:
+        return any(name in self._routes.replicas(stage) for stage in self._path(request))
 
     def stage_lost(self, stage: str, *, restarts: bool) -> None:
         """The process of `stage` is gone and with it everything that it held. Requests go on when it is back:
@@ -357,6 +402,7 @@ class Coordinator:
             self._stage_failed(stage, EngineError(f"stage {stage} died too often", stage=stage))
             return
         self.board.put(stage, "restarting")
+        self._routers_lose(stage)
         for attempt in list(self._attempts.values()):
             if stage not in attempt.stages:
                 continue
@@ -365,11 +411,16 @@ class Coordinator:
             if current:
                 self._replay(attempt, stage)
 
+    def _routers_lose(self, stage: str) -> None:
+        self.router.lost(stage)
+        for router in self._item_routers.values():
+            router.lost(stage)
+
     def _forgotten(self, attempt: Attempt, stage: str) -> None:
         """What is gone has let go of everything and answers nothing more."""
         attempt.stages.discard(stage)
-        if stage not in self._path(attempt.request):
-            attempt.features_in_use.clear()
+        if stage not in attempt.path:
+            self._let_go(attempt, stage)
         if stage in attempt.unacknowledged:
             self._aborted(attempt, stage)
 
@@ -380,17 +431,35 @@ class Coordinator:
             self._fail(request, EngineError(message, stage=stage, code="stage_lost"))
             return
         request.replays += 1
-        if stage in self._path(request):
+        if stage in attempt.path:
             self._withdraw(attempt)
+            self._start(request)
+            return
+        for index in [i for i, choice in attempt.encoders.items() if choice.replica == stage]:
+            item = request.message.prompt.items[index]
+            self._item_routers[self._routes.encoder_of(item)].finished(attempt.encoders.pop(index))
+            if index in attempt.asked_items:
+                self._encode(attempt, index, request.media[index].pin())
 
     def _stage_failed(self, stage: str, error: OmnistageError) -> None:
         self.board.put(stage, "failed", error.message)
+        self._routers_lose(stage)
         for attempt in list(self._attempts.values()):
             if stage in attempt.stages:
                 current = not attempt.withdrawn
                 self._forgotten(attempt, stage)
-                if current:
+                if current and self._has_others(stage):
+                    self._replay(attempt, stage)
+                elif current:
                     self._fail(attempt.request, EngineError(error.message, stage=stage))
         for request in self._requests.values():
-            if request.current is None and not request.ending and stage in self._path(request):
+            waits = request.current is None and not request.ending and self._on_path(request, stage)
+            if waits and not self._has_others(stage):
                 self._fail(request, EngineError(error.message, stage=stage))
+
+    def _has_others(self, name: str) -> bool:
+        """Whether another replica of the same stage works, or will."""
+        for stage in (self._routes.entry, *self._routes.encoders):
+            if name in (names := self._routes.replicas(stage)):
+                return any(self.board.state(other) in ("ready", "restarting") for other in names)
+        return False

@@ -161,6 +161,17 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_speech_s: float = 300.0
 
 
+class RoutingConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests find a replica. One whose cache covers more of a prompt is taken although another has less
+    to do, unless it has more than `margin_tokens` more to do. `expected_output`: tokens that a sample is
+    taken
+    to need, if its limit is not lower. `by_prefix` false: whoever has least to do."""
+
+    margin_tokens: int = 4096
+    expected_output: int = 256
+    by_prefix: bool = True
+
+
 class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     preprocess: PreprocessConfig = PreprocessConfig()
     encoders: dict[str, EncoderConfig] = {}
@@ -170,6 +181,7 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     edges: tuple[EdgeConfig, ...] = ()
     limits: MediaLimits = MediaLimits()
     server: ServerConfig = ServerConfig()
+    routing: RoutingConfig = RoutingConfig()
 
     @property
     def placed(self) -> dict[str, PlacedConfig]:
@@ -177,6 +189,8 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return {**self.encoders, **self.lms, **self.vocoders}
 
     def edge(self, source: str, target: str) -> EdgeConfig:
+        """Of a pipeline's edge, or of one between replicas."""
+        source, target = stage_of(source), stage_of(target)
         for edge in self.edges:
             if (edge.source, edge.target) == (source, target):
                 return edge
@@ -204,7 +218,8 @@ SERVER_FIELDS = (
     "audio_window_s",
     "max_speech_s",
 )
-SECTIONS = ("preprocess", "limits", "server")
+SEPARATOR = "."  # between a stage and the number of its replica
+SECTIONS = ("preprocess", "limits", "server", "routing")
 
 
 def load_deployment(
@@ -213,7 +228,8 @@ def load_deployment(
     """Reads `file` (or defaults for one machine), applies `PATH=VALUE` overrides, checks it against the
     pipeline.
 
-    TOML: `[stage.NAME]`, `[[worker]]`, `[[edge]]`, `[preprocess]`, `[limits]`, `[server]`. A path in an
+    TOML: `[stage.NAME]`, `[[worker]]`, `[[edge]]`, `[preprocess]`, `[limits]`, `[server]`, `[routing]`. A
+    path in an
     override
     is `NAME.field` of a stage or section.
     """
@@ -288,6 +304,7 @@ def _convert(data: dict[str, Any], pipeline: Pipeline) -> Deployment:
         edges=tuple(_section(e, EdgeConfig, f"edge[{i}]") for i, e in enumerate(data.get("edge", []))),
         limits=_section(data.get("limits", {}), MediaLimits, "limits"),
         server=_section(data.get("server", {}), ServerConfig, "server"),
+        routing=_section(data.get("routing", {}), RoutingConfig, "routing"),
     )
 
 
@@ -337,12 +354,16 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
     numbers = [name for name, value in msgspec.structs.asdict(deployment.limits).items() if _is_number(value)]
     _positive("limits", deployment.limits, [name for name in numbers if name != "max_redirects"])
     _not_negative("limits", deployment.limits, ("max_redirects",))
-    _validate_workers(deployment, pipeline)
+    _validate_workers(deployment)
+    _positive("routing", deployment.routing, ("expected_output",))
+    _not_negative("routing", deployment.routing, ("margin_tokens",))
 
 
 def _validate_ranks(name: str, lm: LMConfig, pipeline: Pipeline) -> None:
     size = lm.tensor_parallel
     _positive(f"stage.{name}", lm, ("tensor_parallel",))
+    if lm.replicas > 1:
+        return  # each replica's devices are checked when they are shared out
     if size > 1 and name != pipeline.entry:
         raise DeploymentError(f"stage.{name}.tensor_parallel: only {pipeline.entry} can be divided, not this")
     if len(set(lm.rank_devices)) != size and set(lm.rank_devices) != {"cpu"}:
@@ -362,17 +383,17 @@ def _validate_placed(name: str, stage: PlacedConfig) -> None:
             raise DeploymentError(
                 f"stage.{name}.devices: {device!r} is no device; want auto, cpu, cuda or cuda:N"
             )
-    if stage.replicas != 1:
-        raise DeploymentError(f"stage.{name}.replicas: only 1 is supported by this version")
+    _positive(f"stage.{name}", stage, ("replicas",))
 
 
-def _validate_workers(deployment: Deployment, pipeline: Pipeline) -> None:
+def _validate_workers(deployment: Deployment) -> None:
     placed: dict[str, str] = {}
-    names = {s.name for s in pipeline.stages if s.kind != "preprocess"}
+    names = {name for stage, config in deployment.placed.items() for name in running_names(stage, config)}
     for worker in deployment.workers:
         for stage in worker.stages:
             if stage not in names:
-                raise DeploymentError(f"worker {worker.name!r}: the pipeline has no stage {stage!r}")
+                known = ", ".join(sorted(names))
+                raise DeploymentError(f"worker {worker.name!r}: there is no stage {stage!r}, only {known}")
             if stage in placed:
                 raise DeploymentError(f"worker {worker.name!r}: stage {stage!r} is also in {placed[stage]!r}")
             placed[stage] = worker.name
@@ -389,6 +410,18 @@ def _not_negative(where: str, config: msgspec.Struct, fields: Sequence[str]) -> 
         value = msgspec.structs.asdict(config)[field]
         if value is not None and value < 0:
             raise DeploymentError(f"{where}.{field}: must not be negative, is {value}")
+
+
+def stage_of(name: str) -> str:
+    """The pipeline's stage of something that runs."""
+    return name.partition(SEPARATOR)[0]
+
+
+def running_names(stage: str, config: PlacedConfig) -> tuple[str, ...]:
+    """Under which names a stage runs: its own, or `thinker.0`, `thinker.1` for replicas."""
+    if config.replicas == 1:
+        return (stage,)
+    return tuple(f"{stage}{SEPARATOR}{index}" for index in range(config.replicas))
 
 
 def _positive(where: str, config: msgspec.Struct, fields: Sequence[str]) -> None:

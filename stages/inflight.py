@@ -11,6 +11,7 @@ import msgspec
 from contracts.errors import OmnistageError
 from contracts.media import MediaItem
 from contracts.messages import Audio, Generate, Generated, SampleDelta
+from stages.routing import Choice
 from stages.speech_flow import SpeechFlow
 
 
@@ -68,13 +69,13 @@ class InFlight:
     def complete(self) -> bool:
         return not self.open_samples and (self.speech is None or self.speech.ended)
 
-    def next_attempt(self) -> Attempt:
+    def next_attempt(self, entry: Choice, path: tuple[str, ...]) -> Attempt:
         """Each has an id of its own in the stages: nothing that an earlier one left under way is taken for
         its own."""
         assert self.current is None, f"{self.id} has an attempt"
         suffix = f"+{self.num_attempts}" if self.num_attempts else ""
         self.num_attempts += 1
-        attempt = Attempt(self, self.id + suffix)
+        attempt = Attempt(self, self.id + suffix, entry, path)
         self.attempts.append(attempt)
         return attempt
 
@@ -115,6 +116,9 @@ class Attempt:
 
     request: InFlight
     id: str
+    entry: Choice  # the replica of the entry stage that has it
+    path: tuple[str, ...]  # the stages that it goes through but for encoders, the entry's replica first
+    encoders: dict[int, Choice] = field(default_factory=dict)  # item → the replica asked to encode it
     stages: set[str] = field(default_factory=set)  # stages that know of it
     asked_items: set[int] = field(default_factory=set)  # embeddings the entry stage waits for
     features_in_use: dict[int, int] = field(default_factory=dict)  # item → Encodes that may still read it

@@ -28,6 +28,7 @@ from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages
 from stages.planning import Plan, make_plan, plan_text
 from stages.service import ModelCard, WorkerInfo
+from stages.stage_board import SendToStage
 from stages.stage_logics import make_shells
 from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
 
@@ -99,13 +100,21 @@ def _start_threads(
     read = None if preprocessor is None else preprocessor.pool.arena.view
     stages = list(plan.deployment.placed)
     worker = LocalWorker(make_shells(plan, stages, senders, receivers, read, inbox.put_all))
-    coordinator = Coordinator(
-        plan.family.pipeline, worker.send, max_replays=plan.deployment.server.max_replays
-    )
+    coordinator = _make_coordinator(plan, worker.send)
     stack.enter_context(_background(_dispatch(inbox, coordinator)))
     stack.push_async_callback(worker.stop)
     worker.start()
     return coordinator, worker
+
+
+def _make_coordinator(plan: Plan, send: SendToStage) -> Coordinator:
+    return Coordinator(
+        plan.family.pipeline,
+        send,
+        max_replays=plan.deployment.server.max_replays,
+        replicas=plan.replicas,
+        routing=plan.deployment.routing,
+    )
 
 
 async def _dispatch(inbox: Mailbox[FromStage], coordinator: Coordinator) -> None:
@@ -151,9 +160,7 @@ async def _start_processes(
         on_lost=lambda spec, again: _worker_lost(spec, again, edges, coordinator),
         config=_supervision(plan.deployment),
     )
-    coordinator = Coordinator(
-        plan.family.pipeline, supervisor.send, max_replays=plan.deployment.server.max_replays
-    )
+    coordinator = _make_coordinator(plan, supervisor.send)
     stack.push_async_callback(supervisor.stop)
     logger.info("starting workers: %s", ", ".join(f"{g.name} ({', '.join(g.stages)})" for g in groups))
     await supervisor.start()

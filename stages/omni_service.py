@@ -29,6 +29,7 @@ from stages.coordinator import Coordinator
 from stages.deployment import Deployment
 from stages.media_claims import ClaimRegistry, MediaClaim
 from stages.recording import Recording
+from stages.routing import PrefixRouter
 from stages.service import (
     UNLIMITED,
     AudioChunk,
@@ -337,8 +338,14 @@ class OmniService:
         stats = dict(self._coordinator.board.stats)
         if self._preprocessor is not None:
             stats["preprocess"] = self._preprocessor.stats()
+        if routing := self._coordinator.router.stats():
+            stats["routing"] = routing
         stats["front"] = {"open_requests": float(self._num_open), **self._speech.stats()}
         return stats
+
+    @property
+    def router(self) -> PrefixRouter:
+        return self._coordinator.router
 
     async def stages_changed(self) -> None:
         """Returns at the next change of a stage's state, or when a request has left."""
@@ -355,6 +362,7 @@ class OmniService:
     async def reset_cache(self) -> None:
         if self._preprocessor is not None:
             self._preprocessor.index.clear()
+        self._coordinator.router.forget_blocks()
         await self._coordinator.board.reset_cache()
 
     async def check_integrity(self) -> tuple[IntegrityReport, ...]:

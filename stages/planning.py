@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from contracts.errors import OmnistageError
+from contracts.pipeline import Pipeline
 from lm_engine.model import DecoderConfig
 from model_families.census import WeightCensus, take_census
 from model_families.family import Family
 from model_families.registry import open_family
-from stages.deployment import Deployment, EncoderConfig, VocoderConfig, load_deployment
+from stages.deployment import Deployment, EncoderConfig, VocoderConfig, load_deployment, stage_of
 from stages.memory_plan import (
     TALKER_KV_SHARE,
     THINKER_KV_SHARE,
@@ -30,6 +31,7 @@ from stages.memory_plan import (
 )
 from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages
+from stages.replicas import spread
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_MODEL = ROOT / ".models" / "omnistage-default"
@@ -45,17 +47,19 @@ class Plan:
     contexts: dict[str, int]  # LM stage → tokens a sequence may have
     stages: tuple[StagePlan, ...]  # one a rank of a tensor-parallel stage
     options: ServeOptions
+    pipeline: Pipeline  # of what runs: the family's, with every replica a stage of its own
+    replicas: dict[str, tuple[str, ...]]  # the family's stages that run several times
 
     @property
     def context_length(self) -> int:
         """What a client may use."""
-        return self.contexts[self.family.pipeline.entry]
+        return self.contexts[self.pipeline.entry]
 
     @property
     def chunk_edges(self) -> tuple[tuple[str, str], ...]:
         """(source, target) of the edges that carry chunks; features travel through the preprocessing
         arena."""
-        return tuple((e.source, e.target) for e in self.family.pipeline.edges if e.payload != "features")
+        return tuple((e.source, e.target) for e in self.pipeline.edges if e.payload != "features")
 
     def with_kv_blocks(self, num_blocks: Mapping[str, int]) -> Plan:
         """By stage, as measured before: such a stage need not measure again."""
@@ -71,7 +75,10 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     folder = model_folder(options)
     family = open_family(folder)
     family.pipeline.validate()
-    deployment = load_deployment(family.pipeline, options.deployment, _overrides(options, family))
+    running = spread(
+        family.pipeline, load_deployment(family.pipeline, options.deployment, _overrides(options, family))
+    )
+    deployment = running.deployment
     if check_memory:
         check_devices(deployment)
     census = take_census(folder)
@@ -88,12 +95,21 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     ]
     if check_memory:
         check_plan(plans)
-    return Plan(folder, family, deployment, contexts, with_neighbours(plans), options)
+    return Plan(
+        folder=folder,
+        family=family,
+        deployment=deployment,
+        contexts=contexts,
+        stages=with_neighbours(plans),
+        options=options,
+        pipeline=running.pipeline,
+        replicas=running.replicas,
+    )
 
 
 def _decoder_of(family: Family, stage: str) -> DecoderConfig:
     """Of the LM stage: the entry's or the talker's."""
-    if stage == family.pipeline.entry:
+    if stage_of(stage) == family.pipeline.entry:
         return family.decoder_config
     assert family.talker_config is not None, f"stage {stage} of a model without a talker"
     return family.talker_config
@@ -104,7 +120,7 @@ def _plan_encoders(family: Family, deployment: Deployment, census: WeightCensus)
     for name, config in deployment.encoders.items():
         dtype = _arithmetic_dtype(config, census)
         width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, config, census.of(name), dtype, width))
+        plans.append(plan_encoder(name, config, census.of(stage_of(name)), dtype, width))
     return plans
 
 
@@ -114,9 +130,9 @@ def _plan_lms(
     plans = []
     for name, config in deployment.lms.items():
         dtype = resolve_dtype(config.dtype, config.device_list[0], census)
-        share = THINKER_KV_SHARE if name == family.pipeline.entry else TALKER_KV_SHARE
+        share = THINKER_KV_SHARE if stage_of(name) == family.pipeline.entry else TALKER_KV_SHARE
         decoder = _decoder_of(family, name)
-        plans += plan_ranks(name, config, decoder, census.of(name), dtype, contexts[name], share)
+        plans += plan_ranks(name, config, decoder, census.of(stage_of(name)), dtype, contexts[name], share)
     return plans
 
 
@@ -127,7 +143,7 @@ def _plan_vocoder(name: str, config: VocoderConfig, census: WeightCensus) -> Sta
         if config.dtype == "auto"
         else resolve_dtype(config.dtype, config.device_list[0], census)
     )
-    return plan_vocoder(name, config, census.of(name), dtype)
+    return plan_vocoder(name, config, census.of(stage_of(name)), dtype)
 
 
 def _arithmetic_dtype(config: EncoderConfig, census: WeightCensus) -> torch.dtype:
@@ -176,7 +192,7 @@ def plan_text(options: ServeOptions) -> str:
     """Stages, edges, placement and memory, as `omnistage plan` prints them."""
     plan = make_plan(options)
     _ = plan.family.tokenizer  # refused here rather than after the weights
-    pipeline = plan.family.pipeline
+    pipeline = plan.pipeline
     lines = [
         f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
         "edges",

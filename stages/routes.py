@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from contracts.media import MediaItem, Prompt
 from contracts.pipeline import Payload, Pipeline
 
 
 class Routes:
-    def __init__(self, pipeline: Pipeline) -> None:
+    """`replicas`: stage → the names under which it runs; a stage that is not in it runs once, under its
+    own."""
+
+    def __init__(self, pipeline: Pipeline, replicas: Mapping[str, tuple[str, ...]] | None = None) -> None:
         self._pipeline = pipeline
+        self._replicas = dict(replicas or {})
         self.entry = pipeline.entry
         talker = self._target(self.entry, "hidden_states")
         vocoder = None if talker is None else self._target(talker, "codec_frames")
@@ -18,6 +24,19 @@ class Routes:
         targets = [e.target for e in self._pipeline.edges if (e.source, e.payload) == (source, payload)]
         assert len(targets) <= 1, f"pipeline {self._pipeline.name!r}: {source} has several {payload} edges"
         return targets[0] if targets else None
+
+    def replicas(self, stage: str) -> tuple[str, ...]:
+        return self._replicas.get(stage, (stage,))
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """All that run but preprocessing, by name."""
+        stages = (s.name for s in self._pipeline.stages if s.kind != "preprocess")
+        return tuple(name for stage in stages for name in self.replicas(stage))
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        return tuple(s.name for s in self._pipeline.of_kind("encoder"))
 
     @property
     def speaks(self) -> bool:
