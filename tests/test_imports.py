@@ -32,6 +32,7 @@ MEASURES_A_PART = {
     "benchmarks/components/preprocessing.py": ("preprocess",),
     "benchmarks/components/restart.py": ("stages",),
     "benchmarks/components/vocoder.py": ("vocoder", "model_families"),
+    "benchmarks/components/routing.py": ("stages",),
     "benchmarks/components/shape_folder.py": ("model_families",),
 }
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors"}
