@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.plan import StepPlan
 from lm_engine.request_table import RequestTable
@@ -50,11 +51,18 @@ def takes(graphs: DecodeGraphs, plan: StepPlan) -> bool:
     return all(s.num_tokens == 1 and s.samples and len(s.new_block_ids) <= 1 for s in plan.sequences)
 
 
+def can_capture(model: DecoderModel, attention: AttentionBackend) -> bool:
+    """Not without a GPU, and not what asks the host in the middle: other attention, experts in a loop."""
+    if model.device.type != "cuda" or attention.name != "triton":
+        return False
+    return model.config.moe is None or has_grouped_product(model.device, model.dtype)
+
+
 def make_decode_graphs(
     model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
 ) -> DecodeGraphs | None:
-    """None where steps cannot be captured: without a GPU, or with attention that plans on the host."""
-    if model.device.type != "cuda" or attention.name != "triton":
+    """None where steps cannot be captured."""
+    if not can_capture(model, attention):
         return None
     return CapturedDecodes(model, attention, kv, table)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lm_engine.graphs import can_capture
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderModel, PagedKV
 from lm_engine.request_table import RequestTable
 
@@ -41,8 +42,8 @@ class MixedPasses(Protocol):
 def make_passes(
     model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
 ) -> MixedPasses | None:
-    """None where steps cannot be captured: without a GPU, or with attention that plans on the host."""
-    if model.device.type != "cuda" or attention.name != "triton":
+    """None where steps cannot be captured."""
+    if not can_capture(model, attention):
         return None
     return CapturedPasses(model, attention, kv, table)
 
@@ -56,7 +57,7 @@ class PaddedInputs:
         self.max_length = table.max_length
         self.hidden_TH = torch.zeros(max_tokens, model.config.hidden_size, dtype=dtype, device=device)
         axes = model.config.num_position_axes
-        self.positions_AT = torch.zeros(axes, max_tokens, dtype=torch.int64, device=device)
+        self.positions_AT = torch.zeros(axes, max_tokens, dtype=table.positions.dtype, device=device)
         self.slots_T = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self.starts_R = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.lengths_R = torch.zeros(num_rows, dtype=torch.int32, device=device)

@@ -82,6 +82,12 @@ class GroupedLinear(Protocol):
         ...
 
 
+def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies groups without asking the host for their sizes: from 2.10 on, and on a GPU for
+    bfloat16."""
+    return "grouped_mm" in dir(functional) and (device.type == "cpu" or dtype is torch.bfloat16)
+
+
 class StackedLinear:
     """All experts in one grouped product, which reads the row counts on the device."""
 

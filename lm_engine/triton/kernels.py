@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm_engine.attention.triton import TritonAttention
 from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
-from lm_engine.layers.mlp import stacked_experts
+from lm_engine.layers.mlp import has_grouped_product, sliced_experts, stacked_experts
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.jit import elementwise
@@ -45,7 +45,10 @@ class TritonKernels:
         return TritonLinear(weight_OI.contiguous(), bias_O, float32_output, self._arrivals)
 
     def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
-        return stacked_experts(self, weights)
+        first = weights[0].gate_up_2IH
+        if has_grouped_product(first.device, first.dtype):
+            return stacked_experts(self, weights)
+        return sliced_experts(self, weights)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
