@@ -25,7 +25,6 @@ from lm_engine.talker.runner import TalkerRunner
 from model_families.family import Family
 from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, stage_of, step_bounds
 from stages.memory_plan import MIB, StagePlan, device_bytes
-
 from stages.vocoder_stage import BuiltPool
 from vocoder.pool import VocoderPool, VocoderPoolConfig
 
