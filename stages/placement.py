@@ -45,15 +45,15 @@ def choose_connectors(
 
 
 def choose_connector(edge: EdgeConfig, devices: tuple[str, str], *, together: bool) -> Connector:
-    """auto: in a process by hand, between GPUs of a host by CUDA IPC, else by shared memory. Two ends in one
-    process need no transport, whatever the file says for them apart."""
+    """auto: in a process by hand, else by shared memory. Two ends in one process need no transport, whatever
+    the file says for them apart."""
     if together:
         return "inproc"
     on_gpus = all(device.startswith("cuda") for device in devices)
     where = f"edge {edge.source}->{edge.target}.connector"
     match edge.connector:
         case "auto":
-            return "cuda_ipc" if on_gpus else "shm"
+            return "shm"
         case "inproc":
             raise DeploymentError(
                 f"{where}: 'inproc' wants both stages in one worker; {edge.source} and {edge.target} are"

@@ -34,8 +34,8 @@ def deployment_of(vision: str, thinker: str, connector: str = "auto") -> Deploym
         (("cuda:0", "cuda:1"), "nixl", "one", "inproc"),  # in one process there is nothing to cross
         (("cpu", "cpu"), "auto", "per-stage", "shm"),
         (("cuda:0", "cpu"), "auto", "per-stage", "shm"),
-        (("cuda:0", "cuda:1"), "auto", "per-stage", "cuda_ipc"),
-        (("cuda:0", "cuda:0"), "auto", "per-stage", "cuda_ipc"),
+        (("cuda:0", "cuda:1"), "auto", "per-stage", "shm"),
+        (("cuda:0", "cuda:1"), "cuda_ipc", "per-stage", "cuda_ipc"),
         (("cuda:0", "cuda:1"), "shm", "per-stage", "shm"),
     ],
 )
