@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 BIN := .venv/bin
 MODEL := .models/omnistage-default
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 WHISPER := .models/whisper-tiny-en
 .PHONY: whisper setup demo test check bench clean
