@@ -106,7 +106,7 @@ class Checkpoint:
         otherwise."""
         found = self.shape(name)
         if found != shape:
-            raise checkpoint_error(f"tensor {name} has shape {list(found)}, the config needs {list(shape)}")
+            raise checkpoint_error(f"tensor {name} has shape {list(found)}, config.json needs {list(shape)}")
         return self._file(name).get_tensor(name).to(device=device, dtype=dtype)
 
     def part(self, name: str, index: int) -> Tensor:

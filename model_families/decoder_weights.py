@@ -15,6 +15,21 @@ from lm_engine.model import Kernels as KernelChoice
 from lm_engine.parallel import ShardedWeights, TensorParallel, shard_config
 from model_families.checkpoint import Checkpoint, checkpoint_error
 
+# What of config.json decides a tensor's shape, by the last part of our name.
+_FIELDS: Mapping[str, str] = {
+    "embed": "vocab_size, hidden_size",
+    "lm_head": "vocab_size, hidden_size",
+    "q": "num_attention_heads, head_dim, hidden_size",
+    "k": "num_key_value_heads, head_dim, hidden_size",
+    "v": "num_key_value_heads, head_dim, hidden_size",
+    "o": "hidden_size, num_attention_heads, head_dim",
+    "q_norm": "head_dim",
+    "k_norm": "head_dim",
+    "gate": "intermediate_size, hidden_size",
+    "up": "intermediate_size, hidden_size",
+    "down": "hidden_size, intermediate_size",
+    "router": "num_experts, hidden_size",
+}
 TextName = Callable[[str], str | None]  # checkpoint name → ours; None: no tensor of the text half
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -97,9 +112,18 @@ class TextTensors:
             if (expert_OI := self._take_stacked(name, shape)) is not None:
                 return expert_OI
             folder = self._checkpoint.folder.name
-            raise checkpoint_error(f"checkpoint {folder} lacks the text tensor {published_name(name)}")
+            raise checkpoint_error(
+                f"checkpoint {folder} lacks the text tensor {published_name(name)}, asked for by config.json"
+                f" ({'num_hidden_layers' if name.startswith('layers.') else 'tie_word_embeddings'})"
+            )
         self._untaken.discard(name)
         theirs = self._theirs[name]
+        found = self._checkpoint.shape(theirs)
+        if found != shape:
+            fields = _FIELDS.get(name.split(".")[-2], "hidden_size")
+            raise checkpoint_error(
+                f"tensor {theirs} has shape {list(found)}, config.json needs {list(shape)} ({fields})"
+            )
         return self._checkpoint.tensor(theirs, shape, dtype=self.dtype, device=self.device)
 
     def _take_stacked(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
@@ -111,6 +135,8 @@ class TextTensors:
         if stack not in self._theirs:
             return None
         self._untaken.discard(stack)
+        if self.device.type == "meta":  # shapes are checked, nothing is read
+            return torch.empty(shape, device="meta", dtype=self.dtype)
         outputs, inputs = shape
         width = outputs if match[3] == "down" else 2 * outputs
         weight_OI = self._part(self._theirs[stack], int(match[2]), (width, inputs))
@@ -122,7 +148,7 @@ class TextTensors:
         found = self._checkpoint.shape(name)
         if len(found) != 3 or index >= found[0] or found[1:] not in (shape, shape[::-1]):
             raise checkpoint_error(
-                f"tensor {name} has shape {list(found)}, the config needs {index + 1} or more of"
+                f"tensor {name} has shape {list(found)}, config.json needs {index + 1} or more of"
                 f" {list(shape)}"
             )
         part = self._checkpoint.part(name, index)
@@ -131,7 +157,18 @@ class TextTensors:
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:
         left = sorted(self._theirs[name] for name in self._untaken.difference(allowed))
         if left:
-            raise checkpoint_error(f"the decoder has no use for {len(left)} tensors: {', '.join(left[:3])}")
+            raise checkpoint_error(
+                f"the decoder that config.json describes (num_hidden_layers, attention_bias, ...)"
+                f" has no use for {len(left)} tensors: {', '.join(left[:3])}"
+            )
+
+
+def check_decoder(checkpoint: Checkpoint, config: DecoderConfig, text_name: TextName) -> None:
+    """Builds the decoder without reading a weight. Raises EngineError, naming the tensor that does not
+    fit."""
+    load_decoder(
+        checkpoint, config, text_name, device=torch.device("meta"), dtype=torch.bfloat16, kernels="reference"
+    )
 
 
 def load_decoder(

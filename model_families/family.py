@@ -55,6 +55,11 @@ class Family(Protocol):
         i + delta on every axis."""
         ...
 
+    def check_weights(self) -> None:
+        """Raises EngineError when the checkpoint's tensors are not those that config.json describes. Reads
+        headers only; the decoder's alone, towers are checked as they load."""
+        ...
+
     def load_encoder(self, stage: str, device: torch.device, dtype: torch.dtype) -> EncoderModel:
         """The tower of an encoder stage of the pipeline. Raises when there is none."""
         ...

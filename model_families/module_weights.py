@@ -34,17 +34,23 @@ def fill_module(
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     if missing := sorted(wanted.keys() - theirs.keys()):
         raise checkpoint_error(
-            f"the checkpoint lacks {len(missing)} tensors of the {part}: {', '.join(missing[:3])}"
+            f"the {part} that config.json describes (num_hidden_layers, ...) wants {len(missing)}"
+            f" tensors that the checkpoint lacks: {', '.join(missing[:3])}"
         )
     if unknown := sorted(theirs[name] for name in theirs.keys() - wanted.keys()):
-        raise checkpoint_error(f"the {part} has no use for {len(unknown)} tensors: {', '.join(unknown[:3])}")
+        raise checkpoint_error(
+            f"the {part} that config.json describes (num_hidden_layers, ...) has no use for"
+            f" {len(unknown)} tensors: {', '.join(unknown[:3])}"
+        )
     state: dict[str, Tensor] = {}
     for name, shape in wanted.items():
         stored = checkpoint.tensor(theirs[name], checkpoint.shape(theirs[name]))
         tensor = convert(name, stored)
         if tuple(tensor.shape) != shape:
             found = list(stored.shape)
-            raise checkpoint_error(f"tensor {theirs[name]} has shape {found}, the config needs {list(shape)}")
+            raise checkpoint_error(
+                f"tensor {theirs[name]} has shape {found}, config.json needs {list(shape)}"
+            )
         state[name] = tensor.to(device=device, dtype=dtype)
     module.load_state_dict(state, assign=True)
     module.requires_grad_(False)

@@ -116,7 +116,14 @@ class OpenFamily:
     def load_encoder(self, stage: str, device: torch.device, dtype: torch.dtype) -> EncoderModel:
         if stage not in self.parts.encoders:
             raise EngineError(f"family {self.name} has no encoder {stage!r}")
-        return self.parts.encoders[stage](self.folder, self.media_specs, device, dtype)
+        encoder = self.parts.encoders[stage](self.folder, self.media_specs, device, dtype)
+        width, decoder = encoder.embedding_width, self.decoder_config
+        if width not in (decoder.hidden_size, decoder.hidden_size * (1 + decoder.num_deepstack_levels)):
+            raise checkpoint_error(
+                f"config.json: the {stage} tower's embeddings are {width} wide (out_hidden_size, output_dim),"
+                f" hidden_size is {decoder.hidden_size}"
+            )
+        return encoder
 
     def load_decoder(
         self,
@@ -139,6 +146,11 @@ class OpenFamily:
                 kernels=kernels,
                 parallel=parallel,
             )
+
+    def check_weights(self) -> None:
+        if self.parts.load_decoder is None:
+            with open_checkpoint(self.folder) as checkpoint:
+                decoder_weights.check_decoder(checkpoint, self.decoder_config, self.parts.text_name)
 
     def logits_rule(self, device: torch.device) -> LogitsRule | None:
         make = self.parts.logits_rule

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lm_engine.model import RopeConfig
 from model_families.checkpoint import checkpoint_error
+from model_families.fields import Count, Positive
 
 
 class RopeParameters(msgspec.Struct, frozen=True):
@@ -21,14 +22,14 @@ class RopeParameters(msgspec.Struct, frozen=True):
 
     rope_type: str | None = None
     type: str | None = None  # the key's older name
-    rope_theta: float | None = None
-    factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    attention_factor: Positive | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -43,7 +44,7 @@ class RopeParameters(msgspec.Struct, frozen=True):
 
     def require(self, name: str, value: float | None) -> float:
         if value is None:
-            raise checkpoint_error(f"rope parameters of kind {self.kind} lack {name}")
+            raise checkpoint_error(f"config.json: rope parameters of kind {self.kind} lack {name}")
         return value
 
 
@@ -57,9 +58,15 @@ def rope_config(
     mrope_interleaved: bool = False,
 ) -> RopeConfig:
     if parameters.partial_rotary_factor != 1.0:
-        raise checkpoint_error("a partial rotary factor is not supported")
+        raise checkpoint_error("config.json: partial_rotary_factor: a partial rotary factor is not supported")
     inv_freq_P = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scaling = 1.0
+    sections_differ = mrope_section is not None and sum(mrope_section) != head_dim // 2
+    if sections_differ and not mrope_interleaved:
+        raise checkpoint_error(
+            f"config.json: mrope_section {list(mrope_section or ())} does not add up to half of head_dim,"
+            f" {head_dim}"
+        )
     if parameters.kind == "linear":
         inv_freq_P = inv_freq_P / parameters.require("factor", parameters.factor)
     elif parameters.kind == "llama3":
@@ -67,7 +74,7 @@ def rope_config(
     elif parameters.kind == "yarn":
         inv_freq_P, scaling = _yarn(inv_freq_P, parameters, theta, max_position)
     elif parameters.kind not in ("default", "dynamic"):
-        raise checkpoint_error(f"rope kind {parameters.kind!r} is not supported")
+        raise checkpoint_error(f"config.json: rope kind {parameters.kind!r} is not supported")
     return RopeConfig(
         theta=theta,
         inv_freq=tuple(inv_freq_P.tolist()),

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Protocol, get_args
 
 import jinja2
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 
 from contracts.conversation import Conversation, MediaPart, Message, Role, TextPart, ToolCall
 from contracts.errors import BadRequest
 from contracts.media import Modality
+from model_families.checkpoint import checkpoint_error
 from model_families.token_bytes import TokenBytes
 from model_families.user_text import Json, UserText
 
@@ -50,6 +52,18 @@ class ChatTokenizer(Protocol):
 
 # What a template may raise on input it does not expect, beside its own raise_exception.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
+# What transformers may raise on a folder whose JSON says what it does not expect: it checks every field, also
+# those that nothing here reads.
+_FOLDER_ERRORS = (
+    StrictDataclassError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _PROBE = "omnistageprobe"
 _NO_MEDIA: Mapping[Modality, str] = {}
 
@@ -65,7 +79,13 @@ class HFChatTokenizer:
         # Seconds, which a worker of the same family must not pay: it sees no text.
         from transformers import AutoTokenizer
 
-        self._hf = AutoTokenizer.from_pretrained(folder)
+        try:
+            self._hf = AutoTokenizer.from_pretrained(folder)
+        except _FOLDER_ERRORS as error:
+            reason = " ".join(str(error).split())
+            raise checkpoint_error(
+                f"transformers does not take {folder}, config.json or tokenizer: {reason}"
+            ) from error
         if not self._hf.is_fast:
             raise ValueError(f"{folder} has no tokenizer that the tokenizers library can load")
         backend: Tokenizer = self._hf.backend_tokenizer

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from lm_engine.model import DecoderConfig, MoeConfig
 from model_families.checkpoint import checkpoint_error
+from model_families.fields import Count, Positive, check_multiple
 from model_families.rope import RopeParameters, rope_config
 
 
@@ -13,21 +16,21 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of Llama and Qwen text models. None: the family's default. Experts are counted by either
     name."""
 
-    vocab_size: int | None = None
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_hidden_layers: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float | None = None
-    max_position_embeddings: int | None = None
+    vocab_size: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size: Count | None = None
+    num_hidden_layers: Count | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: Positive | None = None
+    max_position_embeddings: Count | None = None
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool | None = False
     tie_word_embeddings: bool | None = None
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None
     num_experts: int | None = None
@@ -36,8 +39,17 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_intermediate_size: int | None = None
     shared_expert_intermediate_size: int | None = None
     norm_topk_prob: bool | None = None
-    decoder_sparse_step: int | None = None
+    decoder_sparse_step: Count | None = None
     mlp_only_layers: tuple[int, ...] | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+
+    def __post_init__(self) -> None:
+        kinds, layers = self.layer_types, self.num_hidden_layers
+        if kinds is not None and layers is not None and len(kinds) != layers:
+            raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if heads is not None and shared is not None:
+            check_multiple("num_attention_heads", heads, "num_key_value_heads", shared)
 
     @property
     def rope(self) -> RopeParameters:
@@ -57,7 +69,7 @@ class MoeDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     num_experts: int
     num_chosen: int
-    intermediate_size: int
+    intermediate_size: Count
     normalise: bool
     always_normalise: bool = False
     has_shared: bool = False
@@ -66,10 +78,10 @@ class MoeDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class FamilyDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What a family's config leaves unsaid, and its fixed traits."""
 
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
+    rope_theta: Positive = 10_000.0
+    rms_norm_eps: Positive = 1e-6
     max_position: int = 32_768
-    head_dim: int | None = None  # None: hidden size / heads
+    head_dim: Count | None = None  # None: hidden size / heads
     qkv_bias: bool | None = None  # None: `attention_bias` decides, for the output projection as well
     qk_norm: bool = False
     mrope_section: tuple[int, int, int] | None = None  # None: plain RoPE
@@ -85,6 +97,12 @@ def build_decoder_config(
     hidden_size = _required("hidden_size", text.hidden_size)
     num_heads = _required("num_attention_heads", text.num_attention_heads)
     head_dim = text.head_dim or defaults.head_dim or hidden_size // num_heads
+    if head_dim < 2 or head_dim % 2:
+        raise checkpoint_error(f"config.json: head_dim, or hidden_size / num_attention_heads, is {head_dim}")
+    if text.head_dim is None and defaults.head_dim is None and hidden_size % num_heads:
+        raise checkpoint_error(
+            f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}"
+        )
     max_position = text.max_position_embeddings or defaults.max_position
     rope = rope_config(
         text.rope,
@@ -123,9 +141,17 @@ def _moe_config(text: TextConfig, defaults: MoeDefaults) -> MoeConfig | None:
     if num_experts == 0 or len(dense) == num_layers:
         return None
     normalise = defaults.normalise if text.norm_topk_prob is None else text.norm_topk_prob
+    num_experts, num_chosen = (
+        num_experts or defaults.num_experts,
+        text.num_experts_per_tok or defaults.num_chosen,
+    )
+    if not 1 <= num_chosen <= num_experts:
+        raise checkpoint_error(
+            f"config.json: num_experts_per_tok is {num_chosen} of num_experts {num_experts}"
+        )
     return MoeConfig(
-        num_experts=num_experts or defaults.num_experts,
-        num_chosen=text.num_experts_per_tok or defaults.num_chosen,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
         intermediate_size=text.moe_intermediate_size or defaults.intermediate_size,
         normalise=defaults.always_normalise or normalise,
         shared_intermediate_size=_required(
@@ -161,10 +187,10 @@ def _required(name: str, value: int | None) -> int:
 
 def _refuse_unsupported(config: CheckpointConfig, text: TextConfig) -> None:
     if text.hidden_act != "silu":
-        raise checkpoint_error(f"hidden_act {text.hidden_act!r} is not supported; only silu is")
+        raise checkpoint_error(f"config.json: hidden_act {text.hidden_act!r} is not supported; only silu is")
     if text.mlp_bias:
-        raise checkpoint_error("mlp_bias is not supported")
+        raise checkpoint_error("config.json: mlp_bias is not supported")
     if text.use_sliding_window:
-        raise checkpoint_error("sliding-window attention is not supported")
+        raise checkpoint_error("config.json: use_sliding_window: sliding-window attention is not supported")
     if bytes(config.quantization_config) not in (b"", b"null"):
-        raise checkpoint_error("quantised checkpoints are not supported; use a float one")
+        raise checkpoint_error("config.json: quantization_config: quantised checkpoints are not supported")

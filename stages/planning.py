@@ -82,6 +82,7 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     if check_memory:
         check_devices(deployment)
     census = take_census(folder)
+    family.check_weights()
     contexts = {
         name: min(
             _decoder_of(family, name).max_position, family.context_length, lm.max_context or sys.maxsize

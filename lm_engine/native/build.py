@@ -1,4 +1,4 @@
-"""Compiles the C kernels for this machine into the user's cache: `python -m lm_engine.native.build`."""
+"""Compiles the C kernels for this machine into the environment: `python -m lm_engine.native.build`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,9 @@ class BuildError(Exception):
 
 
 def cache_directory() -> Path:
+    """Inside the virtual environment that runs this, gone with it; where there is none, the user's cache."""
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        return Path(sys.prefix) / "share" / "omnistage" / "native"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "omnistage" / "native"
 

@@ -14,6 +14,7 @@ from contracts.specs import AudioSpec
 from encoder_pool.model import EncoderInput
 from model_families.checkpoint import checkpoint_error
 from model_families.dummy_weights import open_checkpoint
+from model_families.fields import Count, check_multiple
 from model_families.vision.loading import encoder_id
 from model_families.vision.weights import TensorName, load_tower
 
@@ -21,13 +22,16 @@ from model_families.vision.weights import TensorName, load_tower
 class AudioConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the towers share of their configuration."""
 
-    num_mel_bins: int = 128
-    encoder_layers: int = 32
-    encoder_attention_heads: int = 20
-    encoder_ffn_dim: int = 5120
-    d_model: int = 1280
+    num_mel_bins: Count = 128
+    encoder_layers: Count = 32
+    encoder_attention_heads: Count = 20
+    encoder_ffn_dim: Count = 5120
+    d_model: Count = 1280
     activation_function: str = "gelu"
-    output_dim: int = 3584
+    output_dim: Count = 3584
+
+    def __post_init__(self) -> None:
+        check_multiple("d_model", self.d_model, "encoder_attention_heads", self.encoder_attention_heads)
 
     @property
     def head_dim(self) -> int:
@@ -88,7 +92,9 @@ def load_audio_encoder(
 ) -> AudioEncoder:
     """`tower` was built on the meta device. Raises EngineError when the checkpoint does not fit it."""
     if spec is None or spec.num_mels != config.num_mel_bins:
-        raise checkpoint_error(f"the audio tower takes {config.num_mel_bins} mels, the preprocessing differs")
+        raise checkpoint_error(
+            f"config.json: num_mel_bins {config.num_mel_bins} differs from the preprocessing"
+        )
     with open_checkpoint(folder) as checkpoint:
         fingerprint = load_tower(checkpoint, tower, name_of, device, dtype)
     parts = (msgspec.json.encode(config), spec.key().encode(), fingerprint.encode(), str(dtype).encode())

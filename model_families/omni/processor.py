@@ -40,7 +40,7 @@ class OmniConfig(msgspec.Struct, frozen=True, kw_only=True):
             found["audio_end"] = self.audio_start_token_id + 1  # as in every published vocabulary
         ids = {name: token for name, token in found.items() if token is not None}
         if missing := sorted(found.keys() - ids.keys()):
-            raise checkpoint_error(f"the thinker's config names no token id for {', '.join(missing)}")
+            raise checkpoint_error(f"config.json: the thinker names no token id for {', '.join(missing)}")
         return OmniTokens(**ids)
 
 

@@ -16,6 +16,7 @@ from encoder_pool.model import EncoderModel
 from model_families.audio.chunks import Ints, chunk_lengths, first_rows, halved, stack_chunks
 from model_families.audio.encoder import AudioConfig, AudioTower, load_audio_encoder, require_gelu
 from model_families.audio.layers import NORM_EPS, AudioBlock, sinusoids
+from model_families.fields import Count
 from model_families.omni.config import read_thinker_config
 from model_families.qwen2_5_omni.audio_weights import audio_name
 from model_families.vision.attention import PackedAttention, select_attention
@@ -23,7 +24,7 @@ from model_families.vision.packing import Segments
 
 
 class Qwen25OmniAudioConfig(AudioConfig, frozen=True, kw_only=True):
-    n_window: int = 100  # half the mel frames of a chunk
+    n_window: Count = 100  # half the mel frames of a chunk
 
 
 class Qwen25OmniEars(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from lm_engine.transfer import to_device
 from model_families.checkpoint import checkpoint_error, read_config
 from model_families.decoder_weights import TextTensors
 from model_families.dummy_weights import open_checkpoint
+from model_families.fields import Count
 from model_families.processing import Processor
 from model_families.qwen2_5_omni.speakers import read_speakers
 from model_families.talker_weights import talker_name
@@ -54,7 +55,7 @@ class TalkerSection(CheckpointConfig, frozen=True, kw_only=True):
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
-    vocab_size: int = 152064
+    vocab_size: Count = 152064
 
 
 class _ThinkerSection(msgspec.Struct, frozen=True):
@@ -173,7 +174,7 @@ def read_talker_config(folder: Path) -> tuple[TalkerSection, TalkerConfig]:
     decoder: DecoderConfig = build_decoder_config(section, DEFAULTS)
     control = (section.tts_codec_end_token_id, section.tts_codec_pad_token_id)
     if max(*control, section.tts_codec_start_token_id, section.tts_codec_mask_token_id) >= decoder.vocab_size:
-        raise checkpoint_error("the talker's control codes lie outside its vocabulary")
+        raise checkpoint_error("config.json: the talker's control codes lie outside its vocab_size")
     return section, TalkerConfig(
         decoder=decoder,
         num_code_groups=1,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from model_families.checkpoint import Checkpoint, checkpoint_error, read_config
+from model_families.fields import Count, check_multiple
 from model_families.module_weights import Rename, fill_module
 from model_families.qwen2_5_omni.speakers import read_speakers
 from model_families.rope import RopeParameters
@@ -27,28 +28,36 @@ BIGVGAN_PREFIX = "token2wav.code2wav_bigvgan_model."
 class DitFields(msgspec.Struct, frozen=True, kw_only=True):
     """`dit_config`; the defaults are the published model's."""
 
-    hidden_size: int = 1024
-    num_hidden_layers: int = 22
-    num_attention_heads: int = 16
-    head_dim: int = 64
-    ff_mult: int = 2
-    emb_dim: int = 512
-    num_embeds: int = 8193
-    repeats: int = 2
-    mel_dim: int = 80
-    block_size: int = 24
+    hidden_size: Count = 1024
+    num_hidden_layers: Count = 22
+    num_attention_heads: Count = 16
+    head_dim: Count = 64
+    ff_mult: Count = 2
+    emb_dim: Count = 512
+    num_embeds: Count = 8193
+    repeats: Count = 2
+    mel_dim: Count = 80
+    block_size: Count = 24
     look_ahead_layers: tuple[int, ...] = (10,)
     look_backward_layers: tuple[int, ...] = (0, 20)
     rope_theta: float = 10_000.0
     rope_parameters: RopeParameters | None = None
-    enc_emb_dim: int = 192
-    enc_dim: int = 128
-    enc_channels: tuple[int, ...] = (256, 256, 256, 256, 768)
-    enc_kernel_sizes: tuple[int, ...] = (5, 3, 3, 3, 1)
-    enc_dilations: tuple[int, ...] = (1, 2, 3, 4, 1)
-    enc_attention_channels: int = 64
-    enc_res2net_scale: int = 2
-    enc_se_channels: int = 64
+    enc_emb_dim: Count = 192
+    enc_dim: Count = 128
+    enc_channels: tuple[Count, ...] = (256, 256, 256, 256, 768)
+    enc_kernel_sizes: tuple[Count, ...] = (5, 3, 3, 3, 1)
+    enc_dilations: tuple[Count, ...] = (1, 2, 3, 4, 1)
+    enc_attention_channels: Count = 64
+    enc_res2net_scale: Count = 2
+    enc_se_channels: Count = 64
+
+    def __post_init__(self) -> None:
+        check_multiple("block_size", self.block_size, "repeats", self.repeats)
+        channels = self.enc_channels
+        if not len(channels) == len(self.enc_kernel_sizes) == len(self.enc_dilations) >= 3:
+            raise ValueError("enc_channels, enc_kernel_sizes and enc_dilations want one length, 3 or more")
+        if sum(channels[1:-1]) != channels[-1]:
+            raise ValueError("enc_channels: the last wants to be the sum of those between first and last")
 
     def to_config(self) -> DitConfig:
         rope = self.rope_parameters or RopeParameters()
@@ -86,12 +95,22 @@ class DitFields(msgspec.Struct, frozen=True, kw_only=True):
 class BigVganFields(msgspec.Struct, frozen=True, kw_only=True):
     """`bigvgan_config`; the defaults are the published model's."""
 
-    mel_dim: int = 80
-    upsample_initial_channel: int = 1536
-    resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
-    resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
-    upsample_rates: tuple[int, ...] = (5, 3, 2, 2, 2, 2)
-    upsample_kernel_sizes: tuple[int, ...] = (11, 7, 4, 4, 4, 4)
+    mel_dim: Count = 80
+    upsample_initial_channel: Count = 1536
+    resblock_kernel_sizes: tuple[Count, ...] = (3, 7, 11)
+    resblock_dilation_sizes: tuple[tuple[Count, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
+    upsample_rates: tuple[Count, ...] = (5, 3, 2, 2, 2, 2)
+    upsample_kernel_sizes: tuple[Count, ...] = (11, 7, 4, 4, 4, 4)
+
+    def __post_init__(self) -> None:
+        rates, kernels = self.upsample_rates, self.upsample_kernel_sizes
+        pairs = zip(rates, kernels, strict=False)
+        if not len(rates) == len(kernels) >= 1 or any(k < r or (k - r) % 2 for r, k in pairs):
+            raise ValueError(
+                "upsample_kernel_sizes: want one for each of upsample_rates, larger by an even number"
+            )
+        if not len(self.resblock_kernel_sizes) == len(self.resblock_dilation_sizes) >= 1:
+            raise ValueError("resblock_kernel_sizes and resblock_dilation_sizes want one length, 1 or more")
 
     def to_config(self) -> BigVganConfig:
         return BigVganConfig(

@@ -14,6 +14,7 @@ from torch.nn import functional
 from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import read_config
+from model_families.fields import Count, Positive, check_multiple
 from model_families.qwen2_5_vl.vision_weights import vision_name
 from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
@@ -26,15 +27,18 @@ from model_families.vision.weights import VisionName
 
 
 class Qwen25VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
-    depth: int = 32
-    num_heads: int = 16
+    depth: Count = 32
+    num_heads: Count = 16
     hidden_act: str = "silu"
-    hidden_size: int = 3584
-    intermediate_size: int = 3420
-    out_hidden_size: int = 3584
-    window_size: int = 112  # pixels
-    tokens_per_second: float = 4  # temporal positions of a second of video
+    hidden_size: Count = 3584
+    intermediate_size: Count = 3420
+    out_hidden_size: Count = 3584
+    window_size: Count = 112  # pixels
+    tokens_per_second: Positive = 4  # temporal positions of a second of video
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+    def __post_init__(self) -> None:
+        check_multiple("hidden_size", self.hidden_size, "num_heads", self.num_heads)
 
     @property
     def window_units(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import read_config
+from model_families.fields import Count, Positive, check_multiple
 from model_families.qwen2_vl.vision_weights import vision_name
 from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
@@ -23,12 +24,15 @@ from model_families.vision.rotary import axial_rotation
 
 
 class Qwen2VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
-    depth: int = 32
-    num_heads: int = 16
+    depth: Count = 32
+    num_heads: Count = 16
     hidden_act: str = "quick_gelu"
-    embed_dim: int = 1280
-    hidden_size: int = 3584  # of the language model
-    mlp_ratio: float = 4
+    embed_dim: Count = 1280
+    hidden_size: Count = 3584  # of the language model
+    mlp_ratio: Positive = 4
+
+    def __post_init__(self) -> None:
+        check_multiple("embed_dim", self.embed_dim, "num_heads", self.num_heads)
 
 
 class Qwen2VLConfig(msgspec.Struct, frozen=True):

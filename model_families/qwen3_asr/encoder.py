@@ -11,16 +11,17 @@ from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.audio.encoder import load_audio_encoder
 from model_families.checkpoint import read_config
+from model_families.fields import Count
 from model_families.qwen3_asr.weights import audio_name
 from model_families.qwen3_omni_moe.audio_encoder import Qwen3OmniAudioConfig, Qwen3OmniAudioTower
 from model_families.vision.attention import select_attention
 
 
 class Qwen3ASRAudioConfig(Qwen3OmniAudioConfig, frozen=True, kw_only=True):
-    encoder_layers: int = 24
-    encoder_attention_heads: int = 16
-    encoder_ffn_dim: int = 4096
-    d_model: int = 1024
+    encoder_layers: Count = 24
+    encoder_attention_heads: Count = 16
+    encoder_ffn_dim: Count = 4096
+    d_model: Count = 1024
 
 
 class Qwen3ASREars(msgspec.Struct, frozen=True):

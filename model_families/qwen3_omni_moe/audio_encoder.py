@@ -16,6 +16,7 @@ from encoder_pool.model import EncoderModel
 from model_families.audio.chunks import Ints, chunk_lengths, first_rows, halved, stack_chunks
 from model_families.audio.encoder import AudioConfig, AudioTower, load_audio_encoder, require_gelu
 from model_families.audio.layers import NORM_EPS, AudioBlock, sinusoids
+from model_families.fields import Count
 from model_families.omni.config import read_thinker_config
 from model_families.qwen3_omni_moe.audio_weights import audio_name
 from model_families.vision.attention import PackedAttention, select_attention
@@ -23,10 +24,10 @@ from model_families.vision.packing import Segments
 
 
 class Qwen3OmniAudioConfig(AudioConfig, frozen=True, kw_only=True):
-    n_window: int = 50  # half the mel frames of a chunk
-    n_window_infer: int = 800  # mel frames that attend to each other
-    conv_chunksize: int = 500  # chunks that are convolved at once
-    downsample_hidden_size: int = 480
+    n_window: Count = 50  # half the mel frames of a chunk
+    n_window_infer: Count = 800  # mel frames that attend to each other
+    conv_chunksize: Count = 500  # chunks that are convolved at once
+    downsample_hidden_size: Count = 480
 
 
 class Qwen3OmniEars(msgspec.Struct, frozen=True):

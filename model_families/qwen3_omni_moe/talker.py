@@ -28,6 +28,7 @@ from lm_engine.transfer import to_device
 from model_families.checkpoint import checkpoint_error, read_config
 from model_families.decoder_weights import TextTensors
 from model_families.dummy_weights import open_checkpoint
+from model_families.fields import Count
 from model_families.processing import Processor
 from model_families.talker_weights import Under, talker_name
 from model_families.text_config import CheckpointConfig, FamilyDefaults, MoeDefaults, build_decoder_config
@@ -50,8 +51,8 @@ NUM_PADS = 4  # rows between the header and the text's own start
 class TalkerSection(msgspec.Struct, frozen=True, kw_only=True):
     text_config: CheckpointConfig
     code_predictor_config: CheckpointConfig
-    num_code_groups: int = 32
-    thinker_hidden_size: int = 2048
+    num_code_groups: Count = 32
+    thinker_hidden_size: Count = 2048
     codec_eos_token_id: int = 4198
     codec_nothink_id: int = 4203
     codec_think_bos_id: int = 4204
@@ -74,7 +75,7 @@ class TalkerSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
-    vocab_size: int = 152064
+    vocab_size: Count = 152064
 
 
 class _ThinkerSection(msgspec.Struct, frozen=True):
@@ -253,7 +254,7 @@ def read_talker_config(folder: Path) -> tuple[OmniSections, TalkerConfig, Decode
     control = range(max(decoder.vocab_size - NUM_CONTROL_CODES, 0), decoder.vocab_size)
     voices = section.speaker_id.values()
     if not all(0 <= code < decoder.vocab_size for code in (*section.opening_codes(0), *voices)):
-        raise checkpoint_error("the talker's control codes lie outside its vocabulary")
+        raise checkpoint_error("config.json: the talker's control codes lie outside its vocab_size")
     return (
         sections,
         TalkerConfig(

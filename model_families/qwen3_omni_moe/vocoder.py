@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from model_families.checkpoint import Checkpoint, checkpoint_error, read_config
+from model_families.fields import Count, check_multiple
 from model_families.module_weights import fill_module
 from model_families.rope import RopeParameters
 from model_families.snakes import finish_snakes, snake_name
@@ -22,23 +23,34 @@ PREFIX = "code2wav."
 class Code2WavFields(msgspec.Struct, frozen=True, kw_only=True):
     """`code2wav_config` of a config.json; the defaults are the published model's."""
 
-    codebook_size: int = 2048
-    num_quantizers: int = 16
-    hidden_size: int = 1024
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 16
-    num_key_value_heads: int = 16
-    head_dim: int | None = None
+    codebook_size: Count = 2048
+    num_quantizers: Count = 16
+    hidden_size: Count = 1024
+    intermediate_size: Count = 3072
+    num_hidden_layers: Count = 8
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count = 16
+    head_dim: Count | None = None
     attention_bias: bool = False
-    sliding_window: int = 72
+    sliding_window: Count = 72
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_parameters: RopeParameters | None = None
-    upsampling_ratios: tuple[int, ...] = (2, 2)
-    upsample_rates: tuple[int, ...] = (8, 5, 4, 3)
-    decoder_dim: int = 1536
+    upsampling_ratios: tuple[Count, ...] = (2, 2)
+    upsample_rates: tuple[Count, ...] = (8, 5, 4, 3)
+    decoder_dim: Count = 1536
+
+    def __post_init__(self) -> None:
+        heads = self.num_attention_heads
+        check_multiple("num_attention_heads", heads, "num_key_value_heads", self.num_key_value_heads)
+        check_multiple(
+            "decoder_dim", self.decoder_dim, "2 to the upsample_rates", 2 ** len(self.upsample_rates)
+        )
+        if self.head_dim is None:
+            check_multiple("hidden_size", self.hidden_size, "twice num_attention_heads,", 2 * heads)
+        else:
+            check_multiple("head_dim", self.head_dim, "a pair,", 2)
 
     def to_config(self) -> Code2WavConfig:
         rope = self.rope_parameters or RopeParameters()

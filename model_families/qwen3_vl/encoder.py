@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.checkpoint import checkpoint_error, read_config
+from model_families.fields import Count, check_multiple
 from model_families.qwen3_vl.vision_weights import vision_name
 from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
@@ -27,15 +28,18 @@ from model_families.vision.weights import VisionName
 
 
 class Qwen3VLVisionConfig(VisionConfig, frozen=True, kw_only=True):
-    depth: int = 27
-    num_heads: int = 16
+    depth: Count = 27
+    num_heads: Count = 16
     hidden_act: str = "gelu_pytorch_tanh"
-    patch_size: int = 16
-    hidden_size: int = 1152
-    intermediate_size: int = 4304
-    out_hidden_size: int = 3584
-    num_position_embeddings: int = 2304
+    patch_size: Count = 16
+    hidden_size: Count = 1152
+    intermediate_size: Count = 4304
+    out_hidden_size: Count = 3584
+    num_position_embeddings: Count = 2304
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+    def __post_init__(self) -> None:
+        check_multiple("hidden_size", self.hidden_size, "num_heads", self.num_heads)
 
 
 class Qwen3VLConfig(msgspec.Struct, frozen=True):
@@ -51,7 +55,7 @@ class Qwen3VLTower(VisionTower):
         self.config = config
         self.side = isqrt(config.num_position_embeddings)
         if self.side**2 != config.num_position_embeddings:
-            raise checkpoint_error("num_position_embeddings must be a square number")
+            raise checkpoint_error("config.json: num_position_embeddings must be a square number")
         self.embedding_width = config.out_hidden_size * (1 + len(config.deepstack_visual_indexes))
         width = config.hidden_size
         self.patch_embed = nn.Linear(config.patch_width, width)

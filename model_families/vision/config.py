@@ -7,22 +7,23 @@ from typing import TypeVar
 import msgspec
 
 from model_families.checkpoint import checkpoint_error
+from model_families.fields import Count, Positive
 
 
 class AxialRope(msgspec.Struct, frozen=True):
-    rope_theta: float = 10_000.0
+    rope_theta: Positive = 10_000.0
 
 
 class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What preprocessing and every tower need; a family's own config adds to it."""
 
-    depth: int
-    num_heads: int
+    depth: Count
+    num_heads: Count
     hidden_act: str
-    patch_size: int = 14
-    spatial_merge_size: int = 2
-    temporal_patch_size: int = 2
-    in_channels: int = 3
+    patch_size: Count = 14
+    spatial_merge_size: Count = 2
+    temporal_patch_size: Count = 2
+    in_channels: Count = 3
     rope_parameters: AxialRope | None = None
 
     @property
@@ -40,7 +41,8 @@ V = TypeVar("V", bound=VisionConfig)
 def require_activation(config: VisionConfig, supported: str) -> None:
     if config.hidden_act != supported:
         raise checkpoint_error(
-            f"vision hidden_act {config.hidden_act!r} is not supported; only {supported} is"
+            f"config.json: vision_config.hidden_act {config.hidden_act!r} is not supported,"
+            f" only {supported} is"
         )
 
 

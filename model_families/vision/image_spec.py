@@ -55,7 +55,7 @@ def read_image_spec(folder: Path, vision: VisionConfig) -> ImageSpec:
     sizes = (config.patch_size, config.merge_size, config.temporal_patch_size)
     tower = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
     if any(theirs not in (None, ours) for theirs, ours in zip(sizes, tower, strict=True)):
-        raise checkpoint_error(f"{FILE} has patch, merge and temporal sizes {sizes}, the tower needs {tower}")
+        raise checkpoint_error(f"{FILE} has patch, merge and temporal sizes {sizes}, config.json {tower}")
     if not (config.do_resize and config.do_rescale and config.do_normalize):
         raise checkpoint_error(f"{FILE} turns off resizing, rescaling or normalisation: not supported")
     if abs(config.rescale_factor * 255 - 1) > 1e-6 or config.resample not in _RESAMPLE:

@@ -70,10 +70,14 @@ def load_tower(
     wanted = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
     if missing := sorted(wanted.keys() - theirs.keys()):
         raise checkpoint_error(
-            f"the checkpoint lacks {len(missing)} tensors of the tower: {', '.join(missing[:3])}"
+            f"the tower that config.json describes (depth, encoder_layers, ...) wants {len(missing)}"
+            f" tensors that the checkpoint lacks: {', '.join(missing[:3])}"
         )
     if unknown := sorted(n for ours in theirs.keys() - wanted.keys() for n in theirs[ours].values()):
-        raise checkpoint_error(f"the tower has no use for {len(unknown)} tensors: {', '.join(unknown[:3])}")
+        raise checkpoint_error(
+            f"the tower that config.json describes (depth, encoder_layers, ...) has no use for"
+            f" {len(unknown)} tensors: {', '.join(unknown[:3])}"
+        )
     fingerprint = xxhash.xxh3_128()
     state: dict[str, Tensor] = {}
     for name in sorted(wanted):
@@ -93,5 +97,5 @@ def _read(checkpoint: Checkpoint, names: list[str], shape: tuple[int, ...]) -> T
     flat = tensor.flatten(1) if tensor.dim() == 5 and len(shape) == 2 else tensor
     if tuple(flat.shape) != shape:
         found = list(tensor.shape)
-        raise checkpoint_error(f"tensor {names[0]} has shape {found}, the config needs {list(shape)}")
+        raise checkpoint_error(f"tensor {names[0]} has shape {found}, config.json needs {list(shape)}")
     return flat

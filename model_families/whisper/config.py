@@ -8,6 +8,7 @@ import msgspec
 
 from lm_engine.model import DecoderConfig, RopeConfig
 from model_families.checkpoint import checkpoint_error, read_config, read_json
+from model_families.fields import Count, check_multiple
 
 GENERATION_FILE = "generation_config.json"
 FRAMES_PER_POSITION = 2  # mel frames that the encoder's strided convolution makes one position of
@@ -17,19 +18,23 @@ NORM_EPS = 1e-5
 
 
 class WhisperConfig(msgspec.Struct, frozen=True, kw_only=True):
-    vocab_size: int
-    num_mel_bins: int
-    d_model: int
-    encoder_layers: int
-    encoder_attention_heads: int
-    encoder_ffn_dim: int
-    decoder_layers: int
-    decoder_attention_heads: int
-    decoder_ffn_dim: int
-    max_source_positions: int = 1500
-    max_target_positions: int = 448
+    vocab_size: Count
+    num_mel_bins: Count
+    d_model: Count
+    encoder_layers: Count
+    encoder_attention_heads: Count
+    encoder_ffn_dim: Count
+    decoder_layers: Count
+    decoder_attention_heads: Count
+    decoder_ffn_dim: Count
+    max_source_positions: Count = 1500
+    max_target_positions: Count = 448
     activation_function: str = "gelu"
     scale_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        check_multiple("d_model", self.d_model, "encoder_attention_heads", self.encoder_attention_heads)
+        check_multiple("d_model", self.d_model, "decoder_attention_heads", self.decoder_attention_heads)
 
     @property
     def window_frames(self) -> int:

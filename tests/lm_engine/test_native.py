@@ -20,7 +20,7 @@ from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, PagedKV
 from lm_engine.native import Unavailable, native_kernels
-from lm_engine.native.build import BuildError, build, library_path
+from lm_engine.native.build import BuildError, build, cache_directory, library_path
 from lm_engine.native.kernels import NativeKernels
 from lm_engine.native.library import load
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
@@ -371,18 +371,20 @@ def test_other_devices_and_dtypes_are_refused_with_the_reason(one_thread):
         assert device in answer.reason
 
 
-def test_setup_builds_into_the_users_cache(tmp_path, one_thread):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "lm_engine.native.build"],
-        env={"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_setup_builds_into_the_environment(one_thread):
+    command = [sys.executable, "-W", "error", "-m", "lm_engine.native.build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.stderr == ""
-    assert Path(done.stdout.strip()) == library_path(tmp_path / "omnistage" / "native")
+    assert Path(done.stdout.strip()) == library_path(cache_directory())
     assert Path(done.stdout.strip()).exists()
+
+
+def test_the_users_cache_is_for_who_has_no_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert cache_directory() == tmp_path / "share" / "omnistage" / "native"
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    assert cache_directory() == tmp_path / "cache" / "omnistage" / "native"
 
 
 # --- in a decoder ---

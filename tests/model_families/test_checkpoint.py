@@ -69,7 +69,7 @@ def test_missing_and_misshaped_tensors_are_named(tmp_path):
     with Checkpoint(tmp_path) as checkpoint:
         with pytest.raises(EngineError, match=r"lacks the tensor d\.weight"):
             checkpoint.tensor("d.weight", (1,))
-        with pytest.raises(EngineError, match=r"a\.weight has shape \[3, 4\], the config needs \[4, 3\]"):
+        with pytest.raises(EngineError, match=r"a\.weight has shape \[3, 4\], config\.json needs \[4, 3\]"):
             checkpoint.tensor("a.weight", (4, 3))
 
 
