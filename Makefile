@@ -4,13 +4,13 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 BIN := .venv/bin
 MODEL := .models/omnistage-default
+WHISPER := .models/whisper-tiny-en
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-WHISPER := .models/whisper-tiny-en
-.PHONY: whisper setup demo test check bench clean
+.PHONY: setup demo whisper test check bench clean
 
 setup: .venv/.packages $(MODEL)/config.json
-	@if [ -f lm_engine/native/build.py ]; then $(BIN)/python -m lm_engine.native.build; fi
+	@$(BIN)/python -m lm_engine.native.build
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -34,18 +34,20 @@ check: .venv/.packages
 	$(PYTHON) -m venv .venv
 
 .venv/.packages: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing packages (a few minutes, in silence)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[dev,model,nixl]'
 	@touch $@
 
 # The kernels' tests run in Triton's interpreter where there is no GPU; serving on a CPU needs no Triton.
 .venv/.test-packages: .venv/.packages
+	@echo "installing what the tests need besides"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[triton]'
 	@touch $@
 
 $(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages
-	@echo "building the default model (about a minute)"
+	@echo "building the default model (a minute or two)"
 	@TQDM_DISABLE=1 $(BIN)/python -m model_families.default_model.build $(MODEL)
 
 whisper: $(WHISPER)/config.json

@@ -66,7 +66,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="of weights and activations (default: the checkpoint's)",
     )
     add("--deployment", type=Path, metavar="FILE", help="TOML file that places the stages")
-    add("--set", action="append", default=[], metavar="PATH=VALUE", help="override one deployment value")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="override one deployment value, such as thinker.replicas=2, limits.max_audio_s=600",
+    )
     add(
         "--workers",
         choices=("file", "one", "per-stage"),
@@ -84,8 +90,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--host", default="127.0.0.1")
-    add("--port", type=_port, default=8000)
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s: this machine only)")
+    add("--port", type=_port, default=8000, help="default: %(default)s; 0: any free one")
     add(
         "--served-model-name",
         nargs="+",
@@ -93,18 +99,18 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="names clients may use (default: the folder's)",
     )
-    add("--api-key", help="clients must send it as a Bearer token (or OMNISTAGE_API_KEY)")
+    add("--api-key", metavar="KEY", help="clients must send it as a Bearer token (or OMNISTAGE_API_KEY)")
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     add("--model", help="model name (default: the served one)")
-    add("--api-key", help="Bearer token (or OMNISTAGE_API_KEY)")
-    add("--system", help="system prompt")
+    add("--api-key", metavar="KEY", help="Bearer token (or OMNISTAGE_API_KEY)")
+    add("--system", metavar="TEXT", help="system prompt")
     add("--image", action="append", default=[], type=Path, metavar="FILE", help="goes with the first message")
-    add("--max-tokens", type=int)
-    add("--temperature", type=float)
+    add("--max-tokens", type=int, metavar="N", help="of one answer")
+    add("--temperature", type=float, metavar="T", help="0: always the likeliest token")
 
 
 def options_of(parsed: argparse.Namespace) -> ServeOptions:

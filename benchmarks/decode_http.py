@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.chat.options import add_server_arguments, command_line
+from benchmarks.chat.options import DEFAULT_URL, add_server_arguments, command_line
 from benchmarks.chat.words import text_of
 from benchmarks.chat.workload import Message
 from benchmarks.environment import Environment, describe_environment
@@ -221,7 +221,11 @@ def format_report(report: DecodeReport) -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="omnistage bench decode", description="Decoding speed over HTTP.")
     parser.add_argument(
-        "--url", action="append", default=[], metavar="[NAME=]URL", help="several are measured in turns"
+        "--url",
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help=f"several are measured in turns (default: {DEFAULT_URL}, without --transformers)",
     )
     parser.add_argument(
         "--transformers", type=Path, metavar="MODEL", help="also start `transformers serve` with this folder"
@@ -238,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def options_of(args: argparse.Namespace, argv: Sequence[str]) -> DecodeOptions:
     urls: dict[str, str] = {}
-    for entry in args.url:
+    for entry in args.url or ([] if args.transformers else [DEFAULT_URL]):
         name, separator, url = entry.partition("=")
         urls[name if separator else entry] = url if separator else entry
     return DecodeOptions(
@@ -258,11 +262,8 @@ def options_of(args: argparse.Namespace, argv: Sequence[str]) -> DecodeOptions:
 
 def main(argv: Sequence[str]) -> int:
     """0; 1 when a server cannot be measured or some stream failed."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     options = options_of(args, argv)
-    if not options.urls and args.transformers is None:
-        parser.error("--url or --transformers is needed")
     try:
         with ExitStack() as rivals:
             if args.transformers is not None:

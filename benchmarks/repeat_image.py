@@ -23,7 +23,7 @@ import msgspec
 
 from benchmarks.chat.distribution import Size
 from benchmarks.chat.images import synthesize
-from benchmarks.chat.options import add_server_arguments, command_line
+from benchmarks.chat.options import DEFAULT_URL, add_server_arguments, command_line
 from benchmarks.chat.words import text_of
 from benchmarks.chat.workload import Message
 from benchmarks.environment import Environment, describe_environment
@@ -141,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omnistage bench repeat-image", description="First token of a repeated image against a new one."
     )
-    parser.add_argument("--url", required=True)
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the server (default: %(default)s)")
     add_server_arguments(parser)
     parser.add_argument("--image-size", type=Size.parse, default="1024x1024", metavar="WxH")
     parser.add_argument("--output-tokens", type=int, default=4, metavar="N")

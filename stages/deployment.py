@@ -145,8 +145,7 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     A worker whose heartbeat is later than `hang_after_s`, or whose step runs longer than `step_limit_s`, is
     killed and started again, at most `max_restarts` times in five minutes. A request goes on after at most
     `max_replays` deaths of a stage that had it. Speech is made at most `audio_window_s` ahead of what the
-    client
-    has taken, and never longer than `max_speech_s`, for which the talker reserves KV.
+    client has taken, and never longer than `max_speech_s`, for which the talker reserves KV.
     """
 
     max_requests: int = 1024
@@ -164,8 +163,7 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 class RoutingConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How requests find a replica. One whose cache covers more of a prompt is taken although another has less
     to do, unless it has more than `margin_tokens` more to do. `expected_output`: tokens that a sample is
-    taken
-    to need, if its limit is not lower. `by_prefix` false: whoever has least to do."""
+    taken to need, if its limit is not lower. `by_prefix` false: whoever has least to do."""
 
     margin_tokens: int = 4096
     expected_output: int = 256

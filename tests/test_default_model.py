@@ -128,13 +128,14 @@ def test_the_template_is_the_language_models_own(composed, content):
     assert "SmolLM" not in tokenizer.apply_chat_template(own, tokenize=False)
 
 
-def test_the_template_takes_images_in_order_and_tools(composed):
+def test_the_template_takes_images_videos_in_order_and_tools(composed):
     tokenizer = reference_tokenizer(composed)
     parts = [
         {"type": "text", "text": "a"},
         {"type": "image"},
         {"type": "text", "text": "b"},
         {"type": "image"},
+        {"type": "video"},
     ]
     tool = {"type": "function", "function": {"name": "look"}}
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
@@ -144,7 +145,8 @@ def test_the_template_takes_images_in_order_and_tools(composed):
         tokenize=False,
     )
     image = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert f"<|im_start|>user\na{image}b{image}<|im_end|>\n" in chat
+    video = "<|vision_start|><|video_pad|><|vision_end|>"
+    assert f"<|im_start|>user\na{image}b{image}{video}<|im_end|>\n" in chat
     assert json.dumps(tool) in chat
     assert '<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call><|im_end|>' in chat
 

@@ -47,15 +47,12 @@ from benchmarks.wire.server import CacheCount, ServerInfo, cache_counts, counts_
 
 def main(argv: Sequence[str]) -> int:
     """0; 1 when nothing could be measured or every request failed; 2 for wrong usage."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         if args.compare is not None:
             left, right = (_read(path) for path in args.compare)
             print(format_comparison(left, right))
             return 0
-        if args.url is None:
-            parser.error("--url is needed")
         report = run(measure(options_of(args, argv), MonotonicClock()))
     except (ProbeFailed, BadConversation, UnreadableReport) as error:
         print(f"error: {error}", file=sys.stderr)

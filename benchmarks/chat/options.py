@@ -17,6 +17,7 @@ from benchmarks.chat.images import ImageFormat
 from benchmarks.chat.slo import Floor, Slo
 from benchmarks.chat.workload import Reuse, WorkloadConfig
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # where `omnistage serve` listens
 DEFAULT_CONCURRENCY = 8
 
 
@@ -71,7 +72,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="such as http://127.0.0.1:8000")
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the server (default: %(default)s)")
     add_server_arguments(parser)
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.chat.options import add_server_arguments, command_line
+from benchmarks.chat.options import DEFAULT_URL, add_server_arguments, command_line
 from benchmarks.chat.words import text_of
 from benchmarks.environment import Environment, describe_environment
 from benchmarks.samples import Summary, summarize
@@ -85,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="omnistage bench speech", description=(__doc__ or "").split("\n")[0]
+        prog="omnistage bench speech", description="Speech, or spoken chat answers, as a listener has them."
     )
-    parser.add_argument("--url", required=True, help="such as http://127.0.0.1:8000")
+    parser.add_argument("--url", default=DEFAULT_URL, help="of the server (default: %(default)s)")
     add_server_arguments(parser)
     parser.add_argument("--chat", action="store_true", help="chat with audio out instead of /v1/audio/speech")
     parser.add_argument("--requests", type=int, default=16, metavar="N")
@@ -107,7 +108,9 @@ async def _measure(
     try:
         server = await describe(pool, args.model)
         bodies = [body_of(options, server.model, args.extra_body, i) for i in range(-1, options.requests)]
-        await listen(pool, options.kind, bodies[0], args.timeout)  # warms up, is not counted
+        warm_up = await listen(pool, options.kind, bodies[0], args.timeout)  # is not counted
+        if warm_up.failure is not None:
+            print(f"warning: {pool.url} answered: {warm_up.failure.detail}", file=sys.stderr)
         started_s = clock.now()
         heard = await listen_all(pool, options, bodies[1:], args.timeout)
         wall_s = clock.now() - started_s

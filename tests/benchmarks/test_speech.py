@@ -91,9 +91,12 @@ def test_a_server_is_measured(tmp_path: Path, arguments: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("arguments", [(), ("--chat",)])
-def test_failures_are_counted_not_measured(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_failures_are_counted_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
     service = SpeakingService(speech=SpeechScript(error=EngineError("the talker is gone")))
     code, report = bench(service, tmp_path, *arguments)
     assert code == 1
     assert sum(report.failures.values()) == 4
     assert report.first_packet_ms is None
+    assert "warning: http" in capsys.readouterr().err
