@@ -34,8 +34,8 @@ from contracts.messages import (
 from contracts.pipeline import Pipeline
 from stages.deployment import RoutingConfig
 from stages.inflight import Attempt, InFlight, MediaHandle
+from stages.replica_choice import ReplicaChoice
 from stages.routes import Routes
-from stages.routing import Choice, ItemRouter, PrefixRouter
 from stages.speech_flow import SpeechFlow, SpeechOrder
 from stages.stage_board import SendToStage, StageBoard
 
@@ -56,15 +56,12 @@ class Coordinator:
         """`replicas`: of the entry stage and of encoders, the names under which each runs."""
         self._max_replays = max_replays
         self._routes = Routes(pipeline, replicas)
-        routing = routing or RoutingConfig()
-        self.router = PrefixRouter(self._routes.replicas(self._routes.entry), routing)
-        self._item_routers = {
-            stage: ItemRouter(self._routes.replicas(stage), routing) for stage in self._routes.encoders
-        }
         self._send = send
         self._requests: dict[str, InFlight] = {}
         self._attempts: dict[str, Attempt] = {}
         self.board = StageBoard(self._routes.running, send)
+        self._choice = ReplicaChoice(self._routes, self.board, routing or RoutingConfig())
+        self.router = self._choice.router
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -129,12 +126,12 @@ class Coordinator:
     def _start(self, request: InFlight) -> None:
         """Gives the request to its stages, as new or with what its client has already; or leaves it for the
         return of one of them."""
-        entry, *others = self._path(request)
-        replicas = self._ready(entry)
-        if not replicas or not all(self.board.is_ready(stage) for stage in others):
+        _, *others = self._path(request)
+        if not all(self.board.is_ready(stage) for stage in others):
             return
-        sampling, salt = request.message.sampling, request.message.cache_salt
-        choice = self.router.choose(request.message.prompt, sampling.max_tokens, sampling.n, salt, replicas)
+        choice = self._choice.of_entry(request)
+        if choice is None:
+            return
         path = (choice.replica, *others)
         attempt = request.next_attempt(choice, path)
         self._attempts[attempt.id] = attempt
@@ -148,9 +145,6 @@ class Coordinator:
         if message.forced is None:
             for sample in set(range(message.sampling.n)) - request.open_samples:
                 self._send(choice.replica, StopSample(attempt.id, sample))
-
-    def _ready(self, stage: str) -> list[str]:
-        return [name for name in self._routes.replicas(stage) if self.board.is_ready(name)]
 
     def _tell(self, attempt: Attempt, stage: str, message: ToStage) -> None:
         attempt.stages.add(stage)
@@ -178,8 +172,7 @@ class Coordinator:
         chunk of it can still come from above. The entry stage forgets a finished text by itself.
         """
         attempt.withdrawn = True
-        self.router.finished(attempt.entry)
-        self._encoders_finished(attempt)
+        self._choice.attempt_over(attempt)
         path = attempt.path
         finished = attempt.request.speech is None and not attempt.request.open_samples
         for stage in attempt.stages - set(path):
@@ -274,7 +267,7 @@ class Coordinator:
     def _generated(self, attempt: Attempt, message: Generated) -> None:
         request = attempt.request
         attempt.asked_items.clear()
-        self._encoders_finished(attempt)
+        self._choice.encoders_done(attempt)
         self._release_unread_features(request)
         deltas = request.take(message.deltas)
         cached = None if request.cached_tokens_told else message.num_cached_tokens
@@ -309,13 +302,9 @@ class Coordinator:
     # --- media ------------------------------------------------------------------------------------------
 
     def _encode(self, attempt: Attempt, index: int, item: MediaItem) -> None:
-        stage, salt = self._routes.encoder_of(item), attempt.request.message.cache_salt
-        replicas, router = self._ready(stage), self._item_routers[self._routes.encoder_of(item)]
-        if not replicas:
+        choice = self._choice.of_encoder(attempt, index)
+        if choice is None:
             return  # asked again when one is back
-        if (before := attempt.encoders.pop(index, None)) is not None:
-            router.finished(before)
-        choice = attempt.encoders[index] = router.choose(item, salt, replicas)
         if item.features is not None:
             attempt.features_in_use[index] = attempt.features_in_use.get(index, 0) + 1
         message = Encode(
@@ -323,16 +312,9 @@ class Coordinator:
             item_index=index,
             item=item,
             target=attempt.path[0],
-            cache_salt=salt,
+            cache_salt=attempt.request.message.cache_salt,
         )
         self._tell(attempt, choice.replica, message)
-
-    def _encoders_finished(self, attempt: Attempt) -> None:
-        """Nothing is being encoded for it any more; where its features may still be read stays known."""
-        for index, choice in attempt.encoders.items():
-            stage = self._routes.encoder_of(attempt.request.message.prompt.items[index])
-            self._item_routers[stage].finished(choice)
-            attempt.encoders[index] = Choice(choice.replica, 0, 0)
 
     def _let_go(self, attempt: Attempt, encoder: str) -> None:
         """The replica reads no features of the attempt any more."""
@@ -402,7 +384,7 @@ class Coordinator:
             self._stage_failed(stage, EngineError(f"stage {stage} died too often", stage=stage))
             return
         self.board.put(stage, "restarting")
-        self._routers_lose(stage)
+        self._choice.lost(stage)
         for attempt in list(self._attempts.values()):
             if stage not in attempt.stages:
                 continue
@@ -410,11 +392,6 @@ class Coordinator:
             self._forgotten(attempt, stage)
             if current:
                 self._replay(attempt, stage)
-
-    def _routers_lose(self, stage: str) -> None:
-        self.router.lost(stage)
-        for router in self._item_routers.values():
-            router.lost(stage)
 
     def _forgotten(self, attempt: Attempt, stage: str) -> None:
         """What is gone has let go of everything and answers nothing more."""
@@ -435,31 +412,22 @@ class Coordinator:
             self._withdraw(attempt)
             self._start(request)
             return
-        for index in [i for i, choice in attempt.encoders.items() if choice.replica == stage]:
-            item = request.message.prompt.items[index]
-            self._item_routers[self._routes.encoder_of(item)].finished(attempt.encoders.pop(index))
+        for index in self._choice.take_back(attempt, stage):
             if index in attempt.asked_items:
                 self._encode(attempt, index, request.media[index].pin())
 
     def _stage_failed(self, stage: str, error: OmnistageError) -> None:
         self.board.put(stage, "failed", error.message)
-        self._routers_lose(stage)
+        self._choice.lost(stage)
         for attempt in list(self._attempts.values()):
             if stage in attempt.stages:
                 current = not attempt.withdrawn
                 self._forgotten(attempt, stage)
-                if current and self._has_others(stage):
+                if current and self._choice.has_others(stage):
                     self._replay(attempt, stage)
                 elif current:
                     self._fail(attempt.request, EngineError(error.message, stage=stage))
         for request in self._requests.values():
             waits = request.current is None and not request.ending and self._on_path(request, stage)
-            if waits and not self._has_others(stage):
+            if waits and not self._choice.has_others(stage):
                 self._fail(request, EngineError(error.message, stage=stage))
-
-    def _has_others(self, name: str) -> bool:
-        """Whether another replica of the same stage works, or will."""
-        for stage in (self._routes.entry, *self._routes.encoders):
-            if name in (names := self._routes.replicas(stage)):
-                return any(self.board.state(other) in ("ready", "restarting") for other in names)
-        return False
