@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -33,6 +33,8 @@ _SCALES = {
     "flt": (0, 1),
     "dbl": (0, 1),
 }
+# Integers written as floats reach 2**31; beyond that the power of a frame is no float32 any more.
+_LOUDEST = 2.0**31
 _MAX_PLANES = 7  # PyAV looks for a null after the last plane: beyond the frame's eight pointers is none
 
 
@@ -124,11 +126,23 @@ def _to_mono(frame: AudioFrame) -> Float32:
     values = frame.to_ndarray()
     if not frame.format.is_planar:  # one row of interleaved channels
         values = values.reshape(-1, frame.layout.nb_channels).T
+    if full_scale == 1:
+        _check_values(values)
     values_CS = values.astype(np.float32) if full_scale <= 1 << 15 else values.astype(np.float64)
     mono_S: npt.NDArray[np.floating] = values_CS.mean(axis=0)
     if silence or full_scale != 1:
         mono_S = (mono_S - silence) / full_scale
     return mono_S.astype(np.float32)
+
+
+def _check_values(values: npt.NDArray[Any]) -> None:
+    loudest = float(max(values.max(initial=0.0), -values.min(initial=0.0)))  # NaN goes through both
+    if not math.isfinite(loudest):
+        raise MediaDecodeError("the audio holds samples that are not numbers")
+    if loudest > _LOUDEST:
+        raise MediaDecodeError(
+            f"the audio holds samples far beyond full scale: {loudest:.3g} where 1 is full"
+        )
 
 
 def _collect(frames: Iterator[tuple[int, Float32]], spec: AudioSpec, limits: MediaLimits) -> Sound:
@@ -151,7 +165,5 @@ def _collect(frames: Iterator[tuple[int, Float32]], spec: AudioSpec, limits: Med
     if resampler is not None:
         pieces.append(resampler.resample_chunk(np.empty(0, np.float32), last=True))
     samples_S = np.concatenate(pieces)
-    if not math.isfinite(float(np.abs(samples_S).max(initial=0.0))):
-        raise MediaDecodeError("the audio holds samples that are not numbers")
     missing = max(0, spec.min_samples - len(samples_S))
     return Sound(np.pad(samples_S, (0, missing)), num_source / source_rate)

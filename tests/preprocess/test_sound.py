@@ -127,11 +127,23 @@ def test_samples_beyond_full_scale_are_kept():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_samples_that_are_no_numbers_are_refused(bad):
-    values = tone(0.5)[0]
+@pytest.mark.parametrize("kind", ["<f4", "<f8"])
+def test_samples_that_are_no_numbers_are_refused(bad, kind):
+    values = tone(0.5)[0].astype(kind)
     values[100] = bad
     with pytest.raises(MediaDecodeError, match="not numbers"):
         decoded(wav(values, tag=3))
+
+
+@pytest.mark.parametrize("level", [1e20, 1e12])
+@pytest.mark.parametrize("kind", ["<f4", "<f8"])
+def test_samples_no_recording_holds_are_refused(level, kind):
+    values = tone(0.5)[0].astype(kind)
+    values[100] = -level
+    with pytest.raises(MediaDecodeError, match="far beyond"):
+        decoded(wav(values, tag=3))
+    values[100] = -(2.0**31)  # 32-bit integers written as floats
+    assert np.isfinite(decoded(wav(values, tag=3))).all()
 
 
 def test_nothing_in_it():
