@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -14,6 +16,8 @@ from contracts.errors import BadRequest
 
 MAX_FIELDS = 64
 MAX_TEXT_BYTES = 64 << 10  # of one field that is no file
+_BYTES_AS_TEXT = "latin-1"  # the parser's charset: a character for each byte
+_BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{1,200}")
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,11 @@ class Form:
     def text(self, name: str) -> str | None:
         """None: absent or empty, which forms cannot tell apart."""
         value = self.data.get(name)
-        if isinstance(value, UploadFile):
-            raise BadRequest(f"`{name}` must be text, not a file", param=name, code="invalid_type")
-        return value or None
+        return _text(name, value) if value else None
 
     def texts(self, name: str) -> list[str]:
-        return [value for value in self.data.getlist(name) if isinstance(value, str) and value]
+        """Those that are not empty."""
+        return [_text(name, value) for value in self.data.getlist(name) if value]
 
     def flag(self, name: str) -> bool:
         match (self.text(name) or "false").lower():
@@ -48,6 +51,15 @@ class Form:
         return None
 
 
+def _text(name: str, value: UploadFile | str) -> str:
+    if isinstance(value, UploadFile):
+        raise BadRequest(f"`{name}` must be text, not a file", param=name, code="invalid_type")
+    try:
+        return value.encode(_BYTES_AS_TEXT).decode()
+    except UnicodeDecodeError:
+        raise BadRequest(f"`{name}` must be text in UTF-8", param=name, code="invalid_value") from None
+
+
 async def read_form(request: Request, max_bytes: int) -> Form:
     """Raises PayloadTooLarge before more than `max_bytes` are read, BadRequest for anything but a form."""
     kind = request.headers.get("content-type", "")
@@ -57,7 +69,7 @@ async def read_form(request: Request, max_bytes: int) -> Form:
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
         raise too_large(max_bytes)
     parser = MultiPartParser(
-        Headers(raw=request.headers.raw),
+        Headers({"content-type": _as_bytes(kind)}),
         _bounded(request, max_bytes),
         max_files=4,
         max_fields=MAX_FIELDS,
@@ -65,14 +77,22 @@ async def read_form(request: Request, max_bytes: int) -> Form:
     )
     try:
         data = await parser.parse()
-    except (MultiPartException, KeyError) as error:
-        reason = error.message if isinstance(error, MultiPartException) else "no boundary"
-        raise BadRequest(f"the form could not be read: {reason}", code="invalid_form") from None
+    except MultiPartException as error:
+        raise BadRequest(f"the form could not be read: {error.message}", code="invalid_form") from None
     try:
         files = {name: await value.read() for name, value in data.items() if isinstance(value, UploadFile)}
     finally:
         await data.close()
     return Form(data, files)
+
+
+def _as_bytes(kind: str) -> str:
+    """The content type, its charset ours: a client's would choose among all of Python's codecs, some of which
+    fail in ways of their own. Raises BadRequest for a boundary that is none."""
+    boundary = parse_options_header(kind)[1].get(b"boundary", b"").decode("latin-1")
+    if not _BOUNDARY.fullmatch(boundary):
+        raise BadRequest("the form could not be read: its boundary is missing or none", code="invalid_form")
+    return f'multipart/form-data; boundary="{boundary}"; charset={_BYTES_AS_TEXT}'
 
 
 async def _bounded(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:

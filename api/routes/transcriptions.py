@@ -79,6 +79,8 @@ async def _job(api: Api, task: Literal["transcribe", "translate"], form: Form) -
     data = form.file("file")
     if data is None:
         raise BadRequest("`file` is required", param="file", code="missing_required_parameter")
+    if not data:
+        raise invalid("file", "is empty")
     response_format = form.text("response_format") or "json"
     if response_format not in RESPONSE_FORMATS:
         raise invalid("response_format", f"must be one of: {', '.join(RESPONSE_FORMATS)}")

@@ -139,6 +139,40 @@ def test_what_is_no_form_and_what_lacks_the_file_is_refused() -> None:
     assert responses[1].json()["error"]["param"] == "file"
 
 
+def test_a_file_without_a_byte_is_refused_as_that() -> None:
+    response = transcribe(ScribeService(), files={"file": ("a.wav", b"")})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "file")
+    assert error["message"] == "`file` is empty"
+
+
+def test_a_file_in_place_of_text_is_refused() -> None:
+    files = FILE | {"timestamp_granularities[]": ("a.txt", b"segment")}
+    response = transcribe(ScribeService(), files=files, response_format="verbose_json")
+    assert response.json()["error"]["param"] == "timestamp_granularities[]"
+
+
+def by_hand(charset: str, prompt: bytes) -> httpx.Response:
+    head = b"--b\r\nContent-Disposition: form-data; name="
+    body = head + b'"file"; filename="a.wav"\r\n\r\nsound\r\n' + head + b'"prompt"\r\n\r\n' + prompt
+
+    async def run() -> httpx.Response:
+        async with client(ScribeService()) as http:
+            kind = f"multipart/form-data; boundary=b; charset={charset}"
+            return await http.post(PATH, content=body + b"\r\n--b--\r\n", headers={"content-type": kind})
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "undefined", "utf-16", "punycode", "nothing-known"])
+def test_forms_are_utf_8_whatever_they_claim(charset: str) -> None:
+    assert by_hand(charset, "Grüße".encode()).status_code == 200
+    refused = by_hand(charset, b"Gr\xfc\xdfe")
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == "prompt"
+    assert "UTF-8" in refused.json()["error"]["message"]
+
+
 def test_a_body_over_the_limit_is_refused() -> None:
     small = ApiSettings(max_body_bytes=1000)
     response = transcribe(ScribeService(), files={"file": ("a.wav", bytes(5000))}, settings=small)
