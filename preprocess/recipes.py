@@ -57,11 +57,11 @@ def make_recipe(
     if source.modality == "video" and specs.video is not None:
         options = source.options
         if options.with_audio and specs.audio is None:
-            raise MediaError("audio input is not supported", param=source.param)
+            raise MediaError("audio input is not supported")
         return VideoRecipe(
             specs.video,
             frame_budget(specs.video, options, limits.max_video_frames),
             pixel_budget(specs.video, options),
             specs.audio if options.with_audio else None,
         )
-    raise MediaError(f"{source.modality} input is not supported", param=source.param)
+    raise MediaError(f"{source.modality} input is not supported")

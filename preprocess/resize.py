@@ -51,10 +51,12 @@ def pixel_budget(
     for name, value in (("min_pixels", options.min_pixels), ("max_pixels", options.max_pixels)):
         if value is not None and not least <= value <= spec.max_pixels:
             raise BadRequest(
-                f"{name} must be between {least} and {spec.max_pixels} for this model", param=name
+                f"{name} must be between {least} and {spec.max_pixels} for this model",
+                param=name,
+                code="invalid_value",
             )
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
-        raise BadRequest("min_pixels is larger than max_pixels", param="min_pixels")
+        raise BadRequest("min_pixels is larger than max_pixels", param="min_pixels", code="invalid_value")
 
     max_pixels = spec.max_pixels if options.max_pixels is None else options.max_pixels
     if options.detail == "low":
@@ -64,7 +66,11 @@ def pixel_budget(
     if options.min_pixels is None:
         return PixelBudget(min(spec.min_pixels, max_pixels), max_pixels)
     if options.min_pixels > max_pixels:
-        raise BadRequest(f"min_pixels is above the {max_pixels} pixels of detail 'low'", param="min_pixels")
+        raise BadRequest(
+            f"min_pixels is above the {max_pixels} pixels of detail 'low'",
+            param="min_pixels",
+            code="invalid_value",
+        )
     return PixelBudget(options.min_pixels, max_pixels)
 
 

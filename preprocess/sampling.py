@@ -33,13 +33,19 @@ def frame_budget(spec: VideoSpec, options: MediaOptions, max_video_frames: int) 
     """Raises BadRequest naming the field."""
     most = min(spec.max_frames, max_video_frames)
     if options.fps is not None and options.num_frames is not None:
-        raise BadRequest("num_frames excludes fps: give one of them", param="num_frames")
+        raise BadRequest(
+            "num_frames excludes fps: give one of them", param="num_frames", code="invalid_value"
+        )
     if options.num_frames is not None and not 1 <= options.num_frames <= most:
-        raise BadRequest(f"num_frames must be between 1 and {most} for this model", param="num_frames")
+        raise BadRequest(
+            f"num_frames must be between 1 and {most} for this model",
+            param="num_frames",
+            code="invalid_value",
+        )
     if options.fps is not None and not 0 < options.fps < math.inf:
-        raise BadRequest("fps must be above 0", param="fps")
+        raise BadRequest("fps must be above 0", param="fps", code="invalid_value")
     if options.max_frames is not None and options.max_frames < 1:
-        raise BadRequest("max_frames must be at least 1", param="max_frames")
+        raise BadRequest("max_frames must be at least 1", param="max_frames", code="invalid_value")
     max_frames = most if options.max_frames is None else min(most, options.max_frames)
     fps = spec.fps if options.fps is None and options.num_frames is None else options.fps
     num_frames = None if options.num_frames is None else min(options.num_frames, max_frames)

@@ -97,10 +97,10 @@ class Preprocessor:
         them.
 
         `auto_max_pixels`: what a load policy leaves to `detail: auto`. Raises BadRequest kinds with
-        source.param (or the option's name), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
+        source.param (and the option's name behind it), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
         """
-        recipe = make_recipe(source, specs, self.config.pool.limits, auto_max_pixels)
         try:
+            recipe = make_recipe(source, specs, self.config.pool.limits, auto_max_pixels)
             data = await self._fetcher.fetch(source)
             self.counters.sources_total += 1
             self.counters.source_bytes_total += len(data)
@@ -182,7 +182,13 @@ class Preprocessor:
 
 
 def _for_param(error: OmnistageError, param: str) -> OmnistageError:
-    """The same error for this item of this request (a shared job's error belongs to no single one)."""
+    """The same error for this item of this request (a shared job's error belongs to no single one). What names
+    an option comes to name it where it stands, in the item."""
+    info = error.info()
     if not isinstance(error, BadRequest):
-        return error.info().to_exception()
-    return msgspec.structs.replace(error.info(), param=error.param or param).to_exception()
+        return info.to_exception()
+    if info.param is None:
+        return msgspec.structs.replace(info, param=param).to_exception()
+    path = f"{param}.{info.param}" if param else info.param
+    message = info.message.replace(info.param, f"`{path}`", 1)
+    return msgspec.structs.replace(info, param=path, message=message).to_exception()

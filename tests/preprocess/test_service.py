@@ -256,9 +256,10 @@ def test_a_shared_failure_names_each_callers_part() -> None:
 def test_refusals_carry_the_parameter() -> None:
     async def scenario() -> None:
         async with running() as service:
-            with pytest.raises(BadRequest) as caught:
-                await one(service, source(PNG, max_pixels=1))
-            assert caught.value.param == "max_pixels"
+            part = "messages[2].content[1]"
+            with pytest.raises(BadRequest, match=r"^`messages\[2\]\.content\[1\]\.max_pixels` must") as caught:
+                await one(service, source(PNG, part, max_pixels=1))
+            assert caught.value.param == f"{part}.max_pixels"
             with pytest.raises(MediaFetchError) as caught:
                 await one(service, MediaSource("image", "file:///x", param="messages[3]"))
             assert caught.value.param == "messages[3]"
