@@ -98,10 +98,16 @@ def _tool_call(call: ToolCallPart, path: str) -> ToolCall:
 def _parts(
     message: ChatMessage, role: Role, path: str, taken: MediaTaken
 ) -> tuple[TextPart | MediaPart, ...]:
-    path = f"{path}.content"
     content = message.content
     if isinstance(content, str):
         return (TextPart(content),)
+    if not content and role == "assistant" and message.audio is not None:
+        if not message.audio.transcript:
+            raise invalid(
+                f"{path}.audio", "is not kept here; send what was said, as `content` or `transcript`"
+            )
+        return (TextPart(message.audio.transcript),)
+    path = f"{path}.content"
     if not content:
         # An assistant turn may be tool calls or a refusal alone; clients send null, [] and tool_calls: [].
         if role == "assistant" and (message.tool_calls is not None or message.refusal is not None):

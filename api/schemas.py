@@ -90,11 +90,19 @@ class ToolCallPart(msgspec.Struct, kw_only=True):
     function: FunctionCall
 
 
+class SpokenAnswer(msgspec.Struct, kw_only=True):
+    """Of an earlier turn, as its answer had it or by its id alone."""
+
+    id: str | None = None
+    transcript: str | None = None
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
+    audio: SpokenAnswer | None = None
     tool_calls: list[ToolCallPart] | None = None
     tool_call_id: str | None = None
 

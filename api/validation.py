@@ -31,10 +31,10 @@ class Bounds:
 
     def __str__(self) -> str:
         if math.isinf(self.high):
-            return f"must be at least {self.low:g}"
+            return f"must be at least {self.low}"
         if self.above_low:
-            return f"must be above {self.low:g}, at most {self.high:g}"
-        return f"must be from {self.low:g} to {self.high:g}"
+            return f"must be above {self.low}, at most {self.high}"
+        return f"must be from {self.low} to {self.high}"
 
 
 BOUNDS = {

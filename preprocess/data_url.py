@@ -69,4 +69,4 @@ def _strict(chars: bytes) -> bytes:
 
 
 def _not_base64() -> MediaError:
-    return MediaError("the data URL's payload is not valid base64")
+    return MediaError("the payload is not valid base64")

@@ -55,6 +55,12 @@ def test_part_order_is_kept() -> None:
     assert shown(convert(user(*parts))) == [["Explain image 1:", first, "Explain image 2:", second]]
 
 
+def test_a_spoken_answer_known_by_its_id_alone_is_refused() -> None:
+    error = refused({"role": "assistant", "audio": {"id": "audio-1"}})
+    assert error.param == "messages[0].audio"
+    assert "transcript" in error.message
+
+
 def test_both_forms_of_image_url_are_the_same() -> None:
     assert convert(user(image(PNG))) == convert(user(image({"url": PNG})))
 
@@ -127,6 +133,8 @@ ASKED = {"role": "user", "content": "?"}
         ({"role": "assistant", "content": None, "tool_calls": []}, [], 0),
         ({"role": "assistant", "content": None, "refusal": "no"}, ["no"], 0),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, ["no"], 0),
+        ({"role": "assistant", "content": "yes", "audio": {"id": "audio-1"}}, ["yes"], 0),
+        ({"role": "assistant", "content": None, "audio": {"id": "a", "transcript": "yes"}}, ["yes"], 0),
         ({"role": "user", "content": ""}, [""], 0),
         ({"role": "user", "content": "a", "name": "ann"}, ["a"], 0),
         ({"role": "developer", "content": "be brief"}, ["be brief"], 0),

@@ -206,3 +206,9 @@ def test_fields_that_would_change_the_answer_are_not_ignored(field: str) -> None
     response = post(ScriptedService(), CHAT, {**user("hi"), field: {"a": 1}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
+
+
+def test_a_bound_is_said_in_full() -> None:
+    body = user("hi") | {"seed": 2**64}
+    message = post(ScriptedService(), CHAT, body).json()["error"]["message"]
+    assert message == f"`seed` must be from {-(2**63)} to {2**64 - 1}"

@@ -257,7 +257,9 @@ def test_refusals_carry_the_parameter() -> None:
     async def scenario() -> None:
         async with running() as service:
             part = "messages[2].content[1]"
-            with pytest.raises(BadRequest, match=r"^`messages\[2\]\.content\[1\]\.max_pixels` must") as caught:
+            with pytest.raises(
+                BadRequest, match=r"^`messages\[2\]\.content\[1\]\.max_pixels` must"
+            ) as caught:
                 await one(service, source(PNG, part, max_pixels=1))
             assert caught.value.param == f"{part}.max_pixels"
             with pytest.raises(MediaFetchError) as caught:
