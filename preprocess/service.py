@@ -97,7 +97,8 @@ class Preprocessor:
         them.
 
         `auto_max_pixels`: what a load policy leaves to `detail: auto`. Raises BadRequest kinds with
-        source.param (and the option's name behind it), TooManyRequests, ServiceUnavailable. Cancelling frees everything.
+        source.param (and the option's name behind it), TooManyRequests, ServiceUnavailable. Cancelling frees
+        everything.
         """
         try:
             recipe = make_recipe(source, specs, self.config.pool.limits, auto_max_pixels)
@@ -182,8 +183,8 @@ class Preprocessor:
 
 
 def _for_param(error: OmnistageError, param: str) -> OmnistageError:
-    """The same error for this item of this request (a shared job's error belongs to no single one). What names
-    an option comes to name it where it stands, in the item."""
+    """The same error for this item of this request (a shared job's error belongs to no single one); an option
+    it names is named as the item's."""
     info = error.info()
     if not isinstance(error, BadRequest):
         return info.to_exception()
