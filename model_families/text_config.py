@@ -86,6 +86,7 @@ class FamilyDefaults(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     mrope_section: tuple[int, int, int] | None = None  # None: plain RoPE
     mrope_interleaved: bool = False
+    intermediate_size: Count | None = None  # None: the config must say it
     moe: MoeDefaults | None = None  # None: a dense family
 
 
@@ -115,7 +116,9 @@ def build_decoder_config(
     return DecoderConfig(
         vocab_size=_required("vocab_size", text.vocab_size),
         hidden_size=hidden_size,
-        intermediate_size=_required("intermediate_size", text.intermediate_size),
+        intermediate_size=_required(
+            "intermediate_size", text.intermediate_size or defaults.intermediate_size
+        ),
         num_layers=_required("num_hidden_layers", text.num_hidden_layers),
         num_heads=num_heads,
         num_kv_heads=text.num_key_value_heads or num_heads,

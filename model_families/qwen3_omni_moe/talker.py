@@ -38,6 +38,7 @@ DEFAULTS = FamilyDefaults(
     qk_norm=True,
     mrope_section=(24, 20, 20),
     mrope_interleaved=True,
+    intermediate_size=2048,
     moe=MoeDefaults(num_experts=128, num_chosen=8, intermediate_size=384, normalise=False, has_shared=True),
 )
 PREDICTOR_DEFAULTS = FamilyDefaults(rope_theta=1_000_000.0, head_dim=128, qk_norm=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.components.shape_folder import write_shape_folder
 from stages.deployment import DeploymentError
 from stages.options import ServeOptions
 from stages.planning import make_plan
@@ -41,3 +42,11 @@ def test_a_gpu_that_is_not_there_is_refused(
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
         with pytest.raises(DeploymentError, match=rf"stage\.thinker\.devices: no cuda:2 .* {there}"):
             make_plan(options)
+
+
+@pytest.mark.parametrize("shape", ["qwen2_5_vl_3b", "qwen3_vl_4b", "qwen3_omni_30b_a3b"])
+def test_the_large_models_can_be_planned(tmp_path: Path, shape: str) -> None:
+    """From their published configurations, which leave to the families' defaults what they do not say."""
+    plan = make_plan(ServeOptions(model=write_shape_folder(shape, tmp_path / shape)), check_memory=False)
+    stages = {stage.stage for stage in plan.stages}
+    assert stages == {s.name for s in plan.pipeline.stages if s.kind != "preprocess"}
