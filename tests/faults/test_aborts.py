@@ -15,6 +15,8 @@ import pytest
 from tests.faults.test_worker_death import QUESTIONS, sampling_of
 from tests.served import Served, Shape
 
+pytestmark = pytest.mark.slow
+
 NUM_ABORTS = 1000  # over the three shapes
 CONCURRENCY = 16
 WARM_UP = 100  # after so many, allocators and caches have what they will ever have

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ import pytest
 from tests.connectors.test_contract import has_nixl
 from tests.parity.test_matrix import A, B
 from tests.served import Served, Turn
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="the extra omnistage[nixl] is not installed"),
+]
 
 DEPLOYMENT = """
 [[worker]]

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from contracts.params import SamplingParams
@@ -16,6 +17,8 @@ from stages.service import AudioChunk, GenerationRequest, SpeechOptions
 from tests.served import Served, picture
 from tests.spoken import SpokenAnswer, Turns, speak, spoken_conversation
 from tests.tiny_omni import CODEC_EOS_3
+
+pytestmark = pytest.mark.slow
 
 FAMILY = "qwen3_omni_moe"
 NUM_FRAMES, WINDOW_FRAMES = 40, 8

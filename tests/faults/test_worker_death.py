@@ -15,6 +15,8 @@ import pytest
 from tests.parity.test_matrix import A, B, C, D
 from tests.served import Answer, Served, Turn
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS: list[Sequence[Turn]] = [
     [("user", ["hello there, the answer is"])],
     [("user", [A, "what is it?"])],
