@@ -164,15 +164,14 @@ class Followers:
         self._lost(reason)
 
 
-class LeadingRunner(Runner):
-    """Rank 0's."""
+class RankRunner(Runner):
+    """A rank's part of a runner: its steps wait for the other ranks inside, which no graph holds."""
 
     def __init__(
         self,
         model: DecoderModel,
         kv: PagedKV,
         parallel: TensorParallel,
-        followers: Followers,
         *,
         max_sequences: int,
         max_length: int,
@@ -188,6 +187,23 @@ class LeadingRunner(Runner):
             rule=rule,
         )
         self._parallel = parallel
+
+
+class LeadingRunner(RankRunner):
+    """Rank 0's."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: PagedKV,
+        parallel: TensorParallel,
+        followers: Followers,
+        *,
+        max_sequences: int,
+        max_length: int,
+        rule: LogitsRule | None = None,
+    ) -> None:
+        super().__init__(model, kv, parallel, max_sequences=max_sequences, max_length=max_length, rule=rule)
         self._followers = followers
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -213,7 +229,7 @@ def _digest_of(done: Future[StepResult]) -> int:
 
 
 # --- the other ranks ----------------------------------------------------------------------------------------
-class FollowingRunner(Runner):
+class FollowingRunner(RankRunner):
     """Runs what rank 0 runs."""
 
     def __init__(
@@ -227,16 +243,7 @@ class FollowingRunner(Runner):
         max_length: int,
         rule: LogitsRule | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            model.attention,
-            kv,
-            max_sequences=max_sequences,
-            max_length=max_length,
-            cuda_graphs=False,
-            rule=rule,
-        )
-        self._parallel = parallel
+        super().__init__(model, kv, parallel, max_sequences=max_sequences, max_length=max_length, rule=rule)
         self._channel = channel
         self._plans = PlanDecoder(model.device)
 

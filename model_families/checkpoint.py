@@ -19,6 +19,7 @@ T = TypeVar("T")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+COMBINED_PROCESSORS_FILE = "processor_config.json"
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -153,3 +154,20 @@ def read_json(path: Path, kind: type[T]) -> T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except msgspec.DecodeError as error:
         raise checkpoint_error(f"{path}: {error}") from error
+
+
+def read_processor_config(folder: Path, file: str, section: str, kind: type[T]) -> T | None:
+    """A processor's own `file`, else its `section` of the file that newer checkpoints combine all in. None:
+    the
+    folder has neither."""
+    if (folder / file).exists():
+        return read_json(folder / file, kind)
+    if not (folder / COMBINED_PROCESSORS_FILE).exists():
+        return None
+    found = read_json(folder / COMBINED_PROCESSORS_FILE, dict[str, msgspec.Raw]).get(section)
+    if found is None or bytes(found) == b"null":
+        return None
+    try:
+        return msgspec.json.decode(found, type=kind)
+    except msgspec.DecodeError as error:
+        raise checkpoint_error(f"{folder / COMBINED_PROCESSORS_FILE}: {section}: {error}") from error

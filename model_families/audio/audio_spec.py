@@ -7,10 +7,9 @@ from pathlib import Path
 import msgspec
 
 from contracts.specs import AudioSpec
-from model_families.checkpoint import checkpoint_error
+from model_families.checkpoint import read_processor_config
 
 FILE = "preprocessor_config.json"
-COMBINED_FILE = "processor_config.json"
 
 
 class FeatureConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,24 +26,8 @@ class FeatureConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.chunk_length * self.sampling_rate
 
 
-class _CombinedConfig(msgspec.Struct, frozen=True):
-    feature_extractor: FeatureConfig | None = None
-
-
 def read_feature_config(folder: Path) -> FeatureConfig:
-    for name in (FILE, COMBINED_FILE):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            if name == FILE:
-                return msgspec.json.decode(path.read_bytes(), type=FeatureConfig)
-            found = msgspec.json.decode(path.read_bytes(), type=_CombinedConfig).feature_extractor
-        except msgspec.DecodeError as error:
-            raise checkpoint_error(f"{path}: {error}") from error
-        if found is not None:
-            return found
-    return FeatureConfig()
+    return read_processor_config(folder, FILE, "feature_extractor", FeatureConfig) or FeatureConfig()
 
 
 def qwen2_5_omni_spec(config: FeatureConfig) -> AudioSpec:

@@ -8,11 +8,10 @@ from typing import Literal
 import msgspec
 
 from contracts.specs import ImageSpec
-from model_families.checkpoint import checkpoint_error
+from model_families.checkpoint import checkpoint_error, read_processor_config
 from model_families.vision.config import VisionConfig
 
 FILE = "preprocessor_config.json"
-COMBINED_FILE = "processor_config.json"  # newer checkpoints may hold the image processor in here
 MIN_PIXELS = 56 * 56
 MAX_PIXELS = 28 * 28 * 1280
 
@@ -45,13 +44,11 @@ class _PreprocessorConfig(msgspec.Struct, frozen=True, kw_only=True):
     rescale_factor: float = 1 / 255
 
 
-class _CombinedConfig(msgspec.Struct, frozen=True):
-    image_processor: _PreprocessorConfig = _PreprocessorConfig()
-
-
 def read_image_spec(folder: Path, vision: VisionConfig) -> ImageSpec:
     """Raises EngineError when the file contradicts the tower or asks for what is not supported."""
-    config = _read(folder)
+    config = (
+        read_processor_config(folder, FILE, "image_processor", _PreprocessorConfig) or _PreprocessorConfig()
+    )
     sizes = (config.patch_size, config.merge_size, config.temporal_patch_size)
     tower = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
     if any(theirs not in (None, ours) for theirs, ours in zip(sizes, tower, strict=True)):
@@ -77,17 +74,3 @@ def read_image_spec(folder: Path, vision: VisionConfig) -> ImageSpec:
 
 def _first(*values: int | None) -> int:
     return next(value for value in values if value is not None)
-
-
-def _read(folder: Path) -> _PreprocessorConfig:
-    for name in (FILE, COMBINED_FILE):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            if name == FILE:
-                return msgspec.json.decode(path.read_bytes(), type=_PreprocessorConfig)
-            return msgspec.json.decode(path.read_bytes(), type=_CombinedConfig).image_processor
-        except msgspec.DecodeError as error:
-            raise checkpoint_error(f"{path}: {error}") from error
-    return _PreprocessorConfig()

@@ -8,10 +8,9 @@ from typing import Literal
 import msgspec
 
 from contracts.specs import ImageSpec, VideoSpec
-from model_families.checkpoint import checkpoint_error
+from model_families.checkpoint import read_processor_config
 
 FILE = "video_preprocessor_config.json"
-COMBINED_FILE = "processor_config.json"  # newer checkpoints may hold the video processor in here
 
 Rule = Literal["qwen2_vl", "qwen3_vl"]
 
@@ -40,15 +39,11 @@ class _VideoConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (low, high) if low and high else None
 
 
-class _CombinedConfig(msgspec.Struct, frozen=True):
-    video_processor: _VideoConfig | None = None
-
-
 def read_video_spec(folder: Path, image: ImageSpec, rule: Rule, *, own_bounds: bool = False) -> VideoSpec:
     """What the video file leaves unsaid is as for images. `own_bounds`: but for the pixels, which then are
     the
     reference's constants: 128 to 768 tokens a frame."""
-    config = _read(folder)
+    config = read_processor_config(folder, FILE, "video_processor", _VideoConfig) or _VideoConfig()
     low, high = image.min_pixels, image.max_pixels
     if own_bounds:
         low, high = 128 * image.factor**2, 768 * image.factor**2
@@ -72,19 +67,3 @@ def read_video_spec(folder: Path, image: ImageSpec, rule: Rule, *, own_bounds: b
         min_frames=config.min_frames or defaults.min_frames,
         max_frames=config.max_frames or defaults.max_frames,
     )
-
-
-def _read(folder: Path) -> _VideoConfig:
-    for name in (FILE, COMBINED_FILE):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            if name == FILE:
-                return msgspec.json.decode(path.read_bytes(), type=_VideoConfig)
-            found = msgspec.json.decode(path.read_bytes(), type=_CombinedConfig).video_processor
-        except msgspec.DecodeError as error:
-            raise checkpoint_error(f"{path}: {error}") from error
-        if found is not None:
-            return found
-    return _VideoConfig()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 
@@ -20,6 +17,7 @@ from connectors.nixl import NixlEdge, NixlReceiver, NixlSender
 from connectors.nixl_messages import Attach, tell
 from contracts.chunks import Chunk
 from contracts.errors import EngineError, PeerLost
+from tests.connectors.children import child_process, kill, word
 from tests.connectors.edges import TIMEOUT_S, chunk, run
 from tests.connectors.shm_child import block
 from tests.connectors.test_contract import has_nixl
@@ -37,26 +35,10 @@ def edges() -> Iterator[tuple[NixlEdge, NixlEdge]]:
 
 @contextlib.contextmanager
 def child(role: str, edges: tuple[NixlEdge, NixlEdge]) -> Iterator[subprocess.Popen[str]]:
-    described = [msgspec.json.encode(edge.description()).decode() for edge in edges]
-    command = [sys.executable, "-m", "tests.connectors.nixl_child", role, *described]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+    with child_process(
+        "tests.connectors.nixl_child", role, [edge.description() for edge in edges]
+    ) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-async def word(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
 
 
 def test_two_processes_exchange_every_byte_and_burn_nothing_while_they_wait(

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 
 from connectors.shm import ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
+from tests.connectors.children import child_process, kill, word
 from tests.connectors.edges import chunk, edge_of, run
 from tests.connectors.shm_child import block
 
@@ -24,26 +22,10 @@ from tests.connectors.shm_child import block
 @contextlib.contextmanager
 def child(role: str, forth: ShmEdge, back: ShmEdge) -> Iterator[subprocess.Popen[str]]:
     """Attached and at work when it is handed out; killed at the end."""
-    described = [msgspec.json.encode(edge.description()).decode() for edge in (forth, back)]
-    command = [sys.executable, "-m", "tests.connectors.shm_child", role, *described]
-    process = subprocess.Popen(command, pass_fds=forth.fds + back.fds, stdout=subprocess.PIPE, text=True)
-    try:
+    with child_process(
+        "tests.connectors.shm_child", role, [forth.description(), back.description()], forth.fds + back.fds
+    ) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-async def word(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return (await asyncio.to_thread(process.stdout.readline)).strip()
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
 
 
 @pytest.fixture
