@@ -3,8 +3,10 @@ line."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,16 +26,17 @@ from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.runner import TalkerRunner
 from model_families.family import Family
 from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, stage_of, step_bounds
-from stages.memory_plan import MIB, StagePlan, device_bytes
+from stages.memory_plan import MIB, StagePlan, host_bytes
 from stages.vocoder_stage import BuiltPool
 from vocoder.pool import VocoderPool, VocoderPoolConfig
 
 if TYPE_CHECKING:
     from stages.rank_processes import RankProcesses
 
-CUDA_SHARE = 0.9  # of the free memory, for a stage without a limit of its own
 
 logger = logging.getLogger(__name__)
+# A step is measured by what its process holds of the GPU, so no other stage may load meanwhile.
+_gpu_memory = threading.Lock()
 
 
 def _report(plan: StagePlan, doing: str) -> None:
@@ -42,10 +45,15 @@ def _report(plan: StagePlan, doing: str) -> None:
     logger.info("stage %s%s on %s: %s", plan.stage, rank, plan.device, doing)
 
 
+def _alone_on(plan: StagePlan) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if plan.device == "cpu" else _gpu_memory
+
+
 def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
     device = torch.device(plan.device)
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    model = family.load_encoder(stage_of(plan.stage), device, plan.dtype)
+    with _alone_on(plan):
+        model = family.load_encoder(stage_of(plan.stage), device, plan.dtype)
     cache = CacheConfig(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),
@@ -113,11 +121,12 @@ def _load(
     """All ranks measure together, and take what the smallest of them has room for."""
     device = torch.device(plan.device)
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
-    capacity = _kv_capacity(model, config, plan, context_length)
-    if parallel is not None:
-        capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
-    kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
+    with _alone_on(plan):
+        model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
+        capacity = _kv_capacity(model, config, plan, context_length)
+        if parallel is not None:
+            capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
+        kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
     return model, kv, capacity
 
 
@@ -127,16 +136,17 @@ def build_talker(
     """The KV cache takes what the plan gives it: a talker's steps are small beside it."""
     device = torch.device(plan.device)
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    model = family.load_talker(device, plan.dtype, config.kernels)
-    decoder = model.config.decoder
-    capacity = capacity_of(
-        decoder,
-        plan.dtype,
-        kv_bytes=max(plan.cache, MIB),
-        block_size=config.block_size,
-        context_length=context_length,
-    )
-    kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device)
+    with _alone_on(plan):
+        model = family.load_talker(device, plan.dtype, config.kernels)
+        decoder = model.config.decoder
+        capacity = capacity_of(
+            decoder,
+            plan.dtype,
+            kv_bytes=max(plan.cache, MIB),
+            block_size=config.block_size,
+            context_length=context_length,
+        )
+        kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device)
     max_sequences = step_bounds(config).max_sequences
     runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
     engine = TalkerEngine(_bounds_of(config, plan, capacity, context_length, ()), model, runner)
@@ -145,7 +155,8 @@ def build_talker(
 
 def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> BuiltPool:
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    model = family.load_vocoder(torch.device(plan.device), plan.dtype)
+    with _alone_on(plan):
+        model = family.load_vocoder(torch.device(plan.device), plan.dtype)
     pool_config = VocoderPoolConfig(
         max_streams=2 * config.max_streams,  # a replay may begin before what it replaces has been forgotten
         max_batch_rows=config.max_batch_rows,
@@ -197,12 +208,11 @@ def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context
 
 
 def _budget(plan: StagePlan) -> int:
-    if plan.limit is not None:
-        return plan.limit
+    """For everything of this process on the device, once the weights of the stage are there."""
     if plan.device == "cpu":
-        return plan.weights + device_bytes(plan.device)
-    # The neighbours may have loaded already, or not: then what they will take counts as taken.
-    return plan.weights + max(0, int(device_bytes(plan.device) * CUDA_SHARE) - plan.neighbours)
+        return plan.limit if plan.limit is not None else plan.weights + host_bytes()
+    others = max(0, torch.cuda.memory_allocated(torch.device(plan.device)) - plan.weights)
+    return others + (plan.limit if plan.limit is not None else plan.total)
 
 
 def _engine_config(

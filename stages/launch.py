@@ -51,6 +51,7 @@ class Workers(Protocol):
 async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
     """A running graph; on leaving, stages and preprocessing workers are stopped and their memory is gone."""
     plan = make_plan(options)
+    options = plan.options
     async with contextlib.AsyncExitStack() as stack:
         preprocessor = None
         if plan.family.media_specs.modalities:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from stages.deployment import (
 
 THINKER_KV_SHARE = 0.4
 TALKER_KV_SHARE = 0.15
+CUDA_SHARE = 0.9  # of a GPU's free memory; contexts, graphs and kernels live in the rest
 VOCODER_BYTES_PER_FRAME = 1 << 20  # 1920 samples of ~100 channels in float32
 VOCODER_BYTES_PER_STREAM = 1 << 20  # attention window and convolution tails
 GIB = 1 << 30
@@ -41,7 +42,7 @@ class StagePlan:
     activations: int
     limit: int | None
     rank: int = 0  # of a tensor-parallel stage
-    neighbours: int = 0  # bytes that the other stages of the device will take
+    kv_share: float = 0.0  # weight of its claim on what a GPU has left; 0: the cache is as large as it says
     num_kv_blocks: int = 0  # as an earlier start of the stage has measured; 0: none has
 
     @property
@@ -60,21 +61,34 @@ def check_devices(deployment: Deployment) -> None:
                 raise DeploymentError(f"stage.{name}.devices: no {device} on this machine; it has {there}")
 
 
-def device_bytes(device: str) -> int:
-    """What a stage could use now: free memory of a GPU, available memory of the host."""
-    if device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        return int(free)
+class DeviceMemory:
+    """Bytes that the stages may share out: of a GPU what was free before any of them loaded (so that a worker
+    that starts again plans as the first one did), of the host what is available now."""
+
+    def __init__(self, free_at_start: Mapping[str, int]) -> None:
+        self.free_at_start = dict(free_at_start)  # by GPU
+
+    @classmethod
+    def ask(cls, devices: Iterable[str]) -> DeviceMemory:
+        gpus = {device for device in devices if device.startswith("cuda")}
+        return cls({gpu: int(torch.cuda.mem_get_info(torch.device(gpu))[0]) for gpu in sorted(gpus)})
+
+    def of(self, device: str) -> int:
+        return self.free_at_start[device] if device.startswith("cuda") else host_bytes()
+
+
+def host_bytes() -> int:
+    """Available memory of the host."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def stage_limit(name: str, config: PlacedConfig, device: str) -> int | None:
-    memory = config.memory
-    if memory is None:
+def stage_limit(name: str, config: PlacedConfig, device: str, memory: DeviceMemory) -> int | None:
+    wanted = config.memory
+    if wanted is None:
         return None
-    if isinstance(memory, float) and memory <= 1.0:
-        return int(device_bytes(device) * memory)
-    return parse_bytes(int(memory) if isinstance(memory, float) else memory, f"stage.{name}.memory")
+    if isinstance(wanted, float) and wanted <= 1.0:
+        return int(memory.of(device) * wanted)
+    return parse_bytes(int(wanted) if isinstance(wanted, float) else wanted, f"stage.{name}.memory")
 
 
 def plan_ranks(
@@ -85,17 +99,20 @@ def plan_ranks(
     dtype: torch.dtype,
     context: int,
     kv_share: float,
+    memory: DeviceMemory,
 ) -> list[StagePlan]:
     """One plan a rank. Each holds the embeddings and the head, and its share of everything else."""
     size = config.tensor_parallel
     if size == 1:
-        return [plan_lm(name, config, decoder, weight_elements, dtype, context, kv_share)]
+        return [plan_lm(name, config, decoder, weight_elements, dtype, context, kv_share, memory)]
     share = shard_config(decoder, size)
     replicated = decoder.vocab_size * decoder.hidden_size * (1 if decoder.tie_embeddings else 2)
     elements = replicated + (weight_elements - replicated) // size
     if len(set(config.rank_devices)) == 1:  # of the CPU's memory, which they have in common
         kv_share /= size
-    return [plan_lm(name, config, share, elements, dtype, context, kv_share, rank) for rank in range(size)]
+    return [
+        plan_lm(name, config, share, elements, dtype, context, kv_share, memory, rank) for rank in range(size)
+    ]
 
 
 def plan_lm(
@@ -106,11 +123,14 @@ def plan_lm(
     dtype: torch.dtype,
     context: int,
     share: float,
+    memory: DeviceMemory,
     rank: int = 0,
 ) -> StagePlan:
     """KV for one request of full length is the least a stage must hold; more is used when memory allows it.
-    `share`: of the free memory, for the KV of a stage without a limit."""
+    `share`: of the free memory, for the KV of a stage without a limit (`share_out` divides that of a GPU)."""
     device = config.rank_devices[rank]
+    limit = stage_limit(name, config, device, memory)
+    free_share = 0.0
     weights = weight_elements * dtype.itemsize
     bounds = step_bounds(config)
     logits = bounds.max_sequences * decoder.vocab_size * 4
@@ -118,10 +138,12 @@ def plan_lm(
     if config.kv_memory is not None:
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
         _check_kv(name, cache, decoder.kv_bytes_per_token(dtype), config.block_size, context)
+    elif limit is None and device.startswith("cuda"):
+        cache, free_share = decoder.kv_bytes_per_token(dtype) * context, share
     else:
-        cache = default_kv_bytes(name, config, decoder, dtype, context, weights + logits + hidden, share)
-    limit = stage_limit(name, config, device)
-    return StagePlan(name, device, dtype, weights, cache, logits + hidden, limit, rank)
+        room = limit - weights - logits - hidden if limit is not None else int(memory.of(device) * share)
+        cache = default_kv_bytes(config, decoder, dtype, context, room)
+    return StagePlan(name, device, dtype, weights, cache, logits + hidden, limit, rank, free_share)
 
 
 def _check_kv(name: str, cache: int, per_token: int, block_size: int, context: int) -> None:
@@ -135,52 +157,54 @@ def _check_kv(name: str, cache: int, per_token: int, block_size: int, context: i
 
 
 def default_kv_bytes(
-    name: str,
-    config: LMConfig,
-    decoder: DecoderConfig,
-    dtype: torch.dtype,
-    context: int,
-    other: int,
-    share: float,
+    config: LMConfig, decoder: DecoderConfig, dtype: torch.dtype, context: int, room: int
 ) -> int:
-    """Without a limit: what `max_sequences` requests of a quarter context want, at most `share` of what is
-    free."""
-    device = config.device_list[0]
+    """What `max_sequences` requests of a quarter context want, at most `room`."""
     per_token = decoder.kv_bytes_per_token(dtype)
     wanted = per_token * max(context, step_bounds(config).max_sequences * context // 4)
-    limit = stage_limit(name, config, device)
-    room = limit - other if limit is not None else int(device_bytes(device) * share)
     return max(min(wanted, room), 0)
 
 
+def share_out(plans: list[StagePlan], memory: DeviceMemory) -> list[StagePlan]:
+    """Gives KV caches without a size of their own what their GPU has left, by their shares."""
+    shared = []
+    for plan in plans:
+        if plan.kv_share:
+            on_device = [other for other in plans if other.device == plan.device]
+            left = int(memory.of(plan.device) * CUDA_SHARE) - sum(other.total for other in on_device)
+            claim = plan.kv_share / sum(other.kv_share for other in on_device)
+            plan = replace(plan, cache=plan.cache + max(0, int(left * claim)))
+        shared.append(plan)
+    return shared
+
+
 def plan_encoder(
-    name: str, config: EncoderConfig, weight_elements: int, dtype: torch.dtype, width: int
+    name: str,
+    config: EncoderConfig,
+    weight_elements: int,
+    dtype: torch.dtype,
+    width: int,
+    memory: DeviceMemory,
 ) -> StagePlan:
     device = config.device_list[0]
     cache = parse_bytes(config.embedding_cache, f"stage.{name}.embedding_cache")
     activations = config.max_batch_tokens * width * dtype.itemsize * 8
-    limit = stage_limit(name, config, device)
+    limit = stage_limit(name, config, device, memory)
     return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, cache, activations, limit)
 
 
-def plan_vocoder(name: str, config: VocoderConfig, weight_elements: int, dtype: torch.dtype) -> StagePlan:
+def plan_vocoder(
+    name: str, config: VocoderConfig, weight_elements: int, dtype: torch.dtype, memory: DeviceMemory
+) -> StagePlan:
     """What a forward needs besides its weights goes with the PCM it makes; measured at 24 kHz."""
     device = config.device_list[0]
     activations = config.max_batch_frames * VOCODER_BYTES_PER_FRAME
     states = config.max_streams * VOCODER_BYTES_PER_STREAM
-    limit = stage_limit(name, config, device)
+    limit = stage_limit(name, config, device, memory)
     return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, states, activations, limit)
 
 
-def with_neighbours(plans: list[StagePlan]) -> tuple[StagePlan, ...]:
-    """Each with what the others on its device will take."""
-    totals: Counter[str] = Counter()
-    for plan in plans:
-        totals[plan.device] += plan.total
-    return tuple(replace(plan, neighbours=totals[plan.device] - plan.total) for plan in plans)
-
-
-def check_plan(plans: list[StagePlan]) -> None:
+def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
     """Refuses an over-commit, naming the stages. Raises DeploymentError."""
     for plan in plans:
         if plan.limit is not None and plan.total > plan.limit:
@@ -190,7 +214,7 @@ def check_plan(plans: list[StagePlan]) -> None:
             )
     for device in {plan.device for plan in plans}:
         on_device = [plan for plan in plans if plan.device == device]
-        total, free = sum(plan.total for plan in on_device), device_bytes(device)
+        total, free = sum(plan.total for plan in on_device), memory.of(device)
         if total > free:
             parts = ", ".join(f"{plan.stage} {_size(plan.total)}" for plan in on_device)
             raise DeploymentError(f"device {device}: {_size(total)} wanted ({parts}), {_size(free)} free")

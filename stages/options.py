@@ -30,3 +30,4 @@ class ServeOptions:
     allow_private_addresses: bool = False
     api_key: str | None = None
     workers: Literal["file", "one", "per-stage"] = "file"  # "file": as the deployment's [[worker]] groups say
+    gpu_memory: tuple[tuple[str, int], ...] = ()  # (GPU, bytes free before any stage loaded); (): ask them

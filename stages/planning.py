@@ -20,6 +20,7 @@ from stages.deployment import Deployment, EncoderConfig, VocoderConfig, load_dep
 from stages.memory_plan import (
     TALKER_KV_SHARE,
     THINKER_KV_SHARE,
+    DeviceMemory,
     StagePlan,
     check_devices,
     check_plan,
@@ -27,7 +28,7 @@ from stages.memory_plan import (
     plan_ranks,
     plan_vocoder,
     render_plan,
-    with_neighbours,
+    share_out,
 )
 from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages
@@ -89,20 +90,23 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
         )
         for name, lm in deployment.lms.items()
     }
+    devices = [device for placed in deployment.placed.values() for device in placed.device_list]
+    memory = DeviceMemory(dict(options.gpu_memory)) if options.gpu_memory else DeviceMemory.ask(devices)
     plans = [
-        *_plan_encoders(family, deployment, census),
-        *_plan_lms(family, deployment, census, contexts),
-        *(_plan_vocoder(name, config, census) for name, config in deployment.vocoders.items()),
+        *_plan_encoders(family, deployment, census, memory),
+        *_plan_lms(family, deployment, census, contexts, memory),
+        *(_plan_vocoder(name, config, census, memory) for name, config in deployment.vocoders.items()),
     ]
+    plans = share_out(plans, memory)
     if check_memory:
-        check_plan(plans)
+        check_plan(plans, memory)
     return Plan(
         folder=folder,
         family=family,
         deployment=deployment,
         contexts=contexts,
-        stages=with_neighbours(plans),
-        options=options,
+        stages=tuple(plans),
+        options=replace(options, gpu_memory=tuple(memory.free_at_start.items())),
         pipeline=running.pipeline,
         replicas=running.replicas,
     )
@@ -116,35 +120,42 @@ def _decoder_of(family: Family, stage: str) -> DecoderConfig:
     return family.talker_config
 
 
-def _plan_encoders(family: Family, deployment: Deployment, census: WeightCensus) -> list[StagePlan]:
+def _plan_encoders(
+    family: Family, deployment: Deployment, census: WeightCensus, memory: DeviceMemory
+) -> list[StagePlan]:
     plans = []
     for name, config in deployment.encoders.items():
         dtype = _arithmetic_dtype(config, census)
         width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, config, census.of(stage_of(name)), dtype, width))
+        plans.append(plan_encoder(name, config, census.of(stage_of(name)), dtype, width, memory))
     return plans
 
 
 def _plan_lms(
-    family: Family, deployment: Deployment, census: WeightCensus, contexts: dict[str, int]
+    family: Family,
+    deployment: Deployment,
+    census: WeightCensus,
+    contexts: dict[str, int],
+    memory: DeviceMemory,
 ) -> list[StagePlan]:
     plans = []
     for name, config in deployment.lms.items():
         dtype = resolve_dtype(config.dtype, config.device_list[0], census)
         share = THINKER_KV_SHARE if stage_of(name) == family.pipeline.entry else TALKER_KV_SHARE
         decoder = _decoder_of(family, name)
-        plans += plan_ranks(name, config, decoder, census.of(stage_of(name)), dtype, contexts[name], share)
+        elements = census.of(stage_of(name))
+        plans += plan_ranks(name, config, decoder, elements, dtype, contexts[name], share, memory)
     return plans
 
 
-def _plan_vocoder(name: str, config: VocoderConfig, census: WeightCensus) -> StagePlan:
+def _plan_vocoder(name: str, config: VocoderConfig, census: WeightCensus, memory: DeviceMemory) -> StagePlan:
     """The part that makes sound is small and all arithmetic: float32 unless the file says otherwise."""
     dtype = (
         torch.float32
         if config.dtype == "auto"
         else resolve_dtype(config.dtype, config.device_list[0], census)
     )
-    return plan_vocoder(name, config, census.of(stage_of(name)), dtype)
+    return plan_vocoder(name, config, census.of(stage_of(name)), dtype, memory)
 
 
 def _arithmetic_dtype(config: EncoderConfig, census: WeightCensus) -> torch.dtype:

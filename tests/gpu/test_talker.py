@@ -28,6 +28,7 @@ def test_the_devices_draw_the_same_frames(text_hidden):
     assert frames("cuda", text_hidden) == frames("cpu", text_hidden)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_waits_for_the_device():
     model = TinyTalker(device="cuda")
     frames("cuda", False)  # what is allocated once is there
@@ -35,8 +36,8 @@ def test_no_step_waits_for_the_device():
         for name, request in enumerate(requests()):
             client.say(str(name), **request)
         launcher = client.runner._launcher
-        launcher.submit(torch.cuda.set_sync_debug_mode, "error").result()
         try:
+            launcher.submit(torch.cuda.set_sync_debug_mode, "error").result()
             client.run()
         finally:
             launcher.submit(torch.cuda.set_sync_debug_mode, "default").result()

@@ -50,3 +50,44 @@ def test_the_large_models_can_be_planned(tmp_path: Path, shape: str) -> None:
     plan = make_plan(ServeOptions(model=write_shape_folder(shape, tmp_path / shape)), check_memory=False)
     stages = {stage.stage for stage in plan.stages}
     assert stages == {s.name for s in plan.pipeline.stages if s.kind != "preprocess"}
+
+
+@pytest.fixture(scope="module")
+def large_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shape_folder("qwen3_omni_30b_a3b", tmp_path_factory.mktemp("large") / "omni")
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A machine with one GPU of so many free bytes, as far as planning looks."""
+
+    def arrange(free: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+
+    return arrange
+
+
+ON_GPU = tuple(f"{stage}.devices=cuda:0" for stage in ("vision", "audio", "thinker", "talker", "vocoder"))
+
+
+def test_stages_share_what_their_gpu_has(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
+    """A whole omni model on one GPU fits by default: its KV caches divide what the weights leave."""
+    one_gpu(139 << 30)
+    plan = make_plan(ServeOptions(model=large_omni, overrides=ON_GPU))
+    assert sum(stage.total for stage in plan.stages) <= 0.9 * (139 << 30)
+    assert sum(stage.total for stage in plan.stages) > 0.89 * (139 << 30)
+    assert plan.stage("thinker").cache > 2 * plan.stage("talker").cache > 1 << 30
+
+
+def test_a_worker_that_starts_again_plans_as_before(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
+    one_gpu(139 << 30)
+    plan = make_plan(ServeOptions(model=large_omni, overrides=ON_GPU))
+    one_gpu(20 << 30)  # the other stages have loaded
+    assert make_plan(plan.options, check_memory=False).stages == plan.stages
+
+
+def test_a_gpu_too_small_for_the_weights_is_refused(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
+    one_gpu(64 << 30)
+    with pytest.raises(DeploymentError, match=r"device cuda:0: .* wanted \(vision .*64\.00 GiB free"):
+        make_plan(ServeOptions(model=large_omni, overrides=ON_GPU))
