@@ -270,7 +270,7 @@ def _dit() -> dict[str, Any]:
         "look_ahead_layers": [1],
         "look_backward_layers": [0, 2],
         "num_embeds": CODES_2_5 + 1,
-        "mel_dim": 12,
+        "mel_dim": 16,
         "enc_emb_dim": 8,
         "enc_dim": 8,
         "enc_channels": [16, 16, 16, 16, 48],
@@ -281,7 +281,7 @@ def _dit() -> dict[str, Any]:
 
 def _bigvgan() -> dict[str, Any]:
     return {
-        "mel_dim": 12,
+        "mel_dim": 16,
         "upsample_initial_channel": 32,
         "resblock_kernel_sizes": [3, 7],
         "resblock_dilation_sizes": [[1, 3, 5], [1, 3, 5]],

@@ -18,6 +18,7 @@ from model_families.snakes import finish_snakes, snake_name
 from vocoder.token2wav.bigvgan import BigVgan, BigVganConfig
 from vocoder.token2wav.dit import Dit, DitConfig, Voice
 from vocoder.token2wav.model import Token2Wav
+from vocoder.token2wav.noise import BLOCK as NOISE_BLOCK
 from vocoder.token2wav.speaker import SpeakerConfig
 
 SAMPLE_RATE = 24_000
@@ -53,6 +54,8 @@ class DitFields(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_multiple("block_size", self.block_size, "repeats", self.repeats)
+        if self.repeats * self.mel_dim % NOISE_BLOCK:
+            raise ValueError(f"mel_dim: repeats * mel_dim wants to be a multiple of {NOISE_BLOCK}")
         channels = self.enc_channels
         if not len(channels) == len(self.enc_kernel_sizes) == len(self.enc_dilations) >= 3:
             raise ValueError("enc_channels, enc_kernel_sizes and enc_dilations want one length, 3 or more")

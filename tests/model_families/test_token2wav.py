@@ -15,6 +15,7 @@ from vocoder.model import VocoderRow
 from vocoder.pool import VocoderPool, VocoderPoolConfig
 from vocoder.token2wav.flow import FlowConfig
 from vocoder.token2wav.model import Token2Wav
+from vocoder.token2wav.noise import Noise
 
 CPU = torch.device("cpu")
 BLOCK = DIT["block_size"]
@@ -134,6 +135,18 @@ def test_fifty_random_schedules_batched_give_the_same_pcm(checkpoint):
         torch.testing.assert_close(torch.cat(pcm[index]), at_once[index], **TOLERANCE)
         assert at_once[index].shape == (codes.shape[0] * vocoder.samples_per_frame,)
     torch.testing.assert_close(decode(vocoder, whole[7], voices[7], 7), at_once[7], **TOLERANCE)
+
+
+def test_noise_drawn_in_pieces_is_drawn_once_and_is_that_of_one_draw():
+    noise, drawn = Noise.seeded(11, 80), []
+    for end in (2, 26, 26, 74, 122):
+        noise = noise.drawn_to(end)
+        drawn.append(noise.rows(max(noise.first, end - 24), end))
+        noise = noise.dropped_to(max(noise.first, end - 24))
+        assert noise.rows_TM.untyped_storage().nbytes() <= 24 * 80 * 4
+    whole = torch.randn(1, 122, 80, generator=torch.Generator().manual_seed(11))[0]
+    for rows, end in zip(drawn, (2, 26, 26, 74, 122), strict=True):
+        assert torch.equal(rows, whole[max(0, end - 24) : end])
 
 
 def test_it_streams_and_holds_no_more_than_it_needs(checkpoint):

@@ -11,12 +11,9 @@ by how the codes came:
     window 1       [behind| new ....|ahead]
     last                       [behind| new .......]     up to chunk + ahead new ones
 
-A stream that ends within its first window is the decode in one piece; `chunk_blocks=None` makes every
-stream that. The
-noise is drawn by the stream's seed, as if for all frames from the beginning to the window's end at once.
-BigVGAN then is exact over the mel: a chunk is decoded between as many frames as it can see, and handed out
-when
-these are there.
+A stream that ends within its first window is the decode in one piece; `chunk_blocks=None` makes every stream
+that. The noise is drawn by the stream's seed, as if for all of its frames at once. BigVGAN then is exact over
+the mel: a chunk is decoded between as many frames as it can see, and handed out when these are there.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ from vocoder.model import VocoderRow
 from vocoder.token2wav.bigvgan import BigVgan
 from vocoder.token2wav.dit import Dit, Voice
 from vocoder.token2wav.flow import FlowConfig, sample_mel
+from vocoder.token2wav.noise import Noise
 
 NO_END = 1 << 40  # frames: longer than any stream
 
@@ -61,6 +59,7 @@ class Progress:
     first_code: int
     ended: bool
     window: int  # the next one
+    noise: Noise  # what the next window may see
     mel_TM: Tensor  # from `first_mel` on: what BigVGAN may still see
     first_mel: int
     num_spoken: int  # mel frames that became PCM
@@ -78,12 +77,12 @@ class Progress:
 @dataclass(eq=False)
 class Token2WavState:
     voice: Voice
-    seed: int
     progress: Progress
 
     @property
     def num_bytes(self) -> int:
-        return self.progress.codes_N.nbytes + self.progress.mel_TM.nbytes
+        progress = self.progress
+        return progress.codes_N.nbytes + progress.mel_TM.nbytes + progress.noise.num_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +90,7 @@ class MelJob:
     stream: int
     state: Token2WavState
     codes_N: Tensor
+    noise: Noise
     first: int  # mel frame of the window's first
     num_skipped: int  # frames behind
     num_new: int
@@ -98,6 +98,9 @@ class MelJob:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.codes_N.shape[0],)
+
+    def noise_TM(self, repeats: int) -> Tensor:
+        return self.noise.rows(self.first, self.first + self.codes_N.shape[0] * repeats)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +153,11 @@ class Token2Wav:
         self.voices = tuple(self._voices)
 
     def open(self, voice: str, seed: int) -> Token2WavState:
-        nothing_TM = torch.empty(0, self._dit.config.mel_dim, device=self._device)
-        empty = Progress(torch.empty(0, dtype=torch.int64), 0, False, 0, nothing_TM, 0, 0)
-        return Token2WavState(self._voices[voice], seed, empty)
+        mel_dim = self._dit.config.mel_dim
+        nothing_TM = torch.empty(0, mel_dim, device=self._device)
+        noise = Noise.seeded(seed, mel_dim)
+        empty = Progress(torch.empty(0, dtype=torch.int64), 0, False, 0, noise, nothing_TM, 0, 0)
+        return Token2WavState(self._voices[voice], empty)
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[VocoderRow[Token2WavState]]) -> list[Tensor]:
@@ -161,7 +166,7 @@ class Token2Wav:
             job for i, row in enumerate(rows) if (job := self._mel_job(i, row.state, progress[i]))
         ]:
             for job, mel_TM in self._batched(jobs, self._make_mel):
-                progress[job.stream] = self._advance_mel(progress[job.stream], mel_TM)
+                progress[job.stream] = self._advance_mel(progress[job.stream], job, mel_TM)
         results = [torch.empty(0) for _ in rows]
         spoken = [pcm_job for i, p in enumerate(progress) if (pcm_job := self._pcm_job(i, p))]
         for pcm_job, pcm in self._batched(spoken, self._make_pcm):
@@ -186,10 +191,11 @@ class Token2Wav:
         )
         num_skipped = index * windows.chunk - first
         num_new = end - first - num_skipped if is_last else windows.chunk
-        return MelJob(stream, state, progress.codes_N[codes], first, num_skipped, num_new)
+        noise = progress.noise.drawn_to(end)
+        return MelJob(stream, state, progress.codes_N[codes], noise, first, num_skipped, num_new)
 
     def _make_mel(self, jobs: list[MelJob]) -> list[Tensor]:
-        noise = torch.stack([self._noise(job) for job in jobs]).to(self._device)
+        noise = torch.stack([job.noise_TM(self._windows.repeats) for job in jobs]).to(self._device)
         codes = torch.stack([job.codes_N for job in jobs]).to(self._device)
         mel_BTM = sample_mel(self._dit, self._flow, noise, codes, [job.state.voice for job in jobs])
         return [
@@ -197,21 +203,15 @@ class Token2Wav:
             for job, mel_TM in zip(jobs, mel_BTM, strict=True)
         ]
 
-    def _noise(self, job: MelJob) -> Tensor:
-        """[frames, mel] of the window. On the host, so that every device hears the same."""
-        num_frames = job.codes_N.shape[0] * self._windows.repeats
-        generator = torch.Generator().manual_seed(job.state.seed)
-        drawn = torch.randn(1, job.first + num_frames, self._dit.config.mel_dim, generator=generator)
-        return drawn[0, job.first :]
-
-    def _advance_mel(self, progress: Progress, mel_TM: Tensor) -> Progress:
-        window = progress.window + 1
-        first_code = min(self._windows.first_frame(window) // self._windows.repeats, progress.num_frames)
+    def _advance_mel(self, progress: Progress, job: MelJob, mel_TM: Tensor) -> Progress:
+        window, repeats = progress.window + 1, self._windows.repeats
+        first_code = min(self._windows.first_frame(window) // repeats, progress.num_frames)
         return replace(
             progress,
             window=window,
             codes_N=progress.codes_N[first_code - progress.first_code :],
             first_code=first_code,
+            noise=job.noise.dropped_to(first_code * repeats),
             mel_TM=torch.cat([progress.mel_TM, mel_TM]),
         )
 
