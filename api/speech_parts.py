@@ -11,36 +11,39 @@ from api.generation import Generation
 from contracts.errors import EngineError, TooManyRequests
 from stages.service import AudioChunk
 
-MAX_TRIES = 120  # of a piece after the first
-RETRY_AFTER_S = 1.0
-
 
 class _Piece:
     """A generation that may begin before its turn: accepted, and its first sound made.
 
-    `patient`: a full server does not refuse the rest of a speech that it has begun; the piece asks again.
+    `departure`: a full server does not refuse the rest of a speech that it has begun; whenever a request has
+    left, the piece asks again.
     """
 
-    def __init__(self, make: Callable[[], Generation], *, patient: bool) -> None:
+    def __init__(
+        self, make: Callable[[], Generation], departure: Callable[[], asyncio.Event] | None = None
+    ) -> None:
         self._make = make
-        self._tries_left = MAX_TRIES if patient else 1
+        self._departure = departure
         self.generation = make()
         self._first = asyncio.create_task(self._begin())
         self._heard_first = False
 
     async def _begin(self) -> AudioChunk | None:
+        if self._departure is None:
+            return await self._try()
         while True:
-            self._tries_left -= 1
-            await self.generation.__aenter__()
+            place_freed = self._departure()
             try:
-                await self.generation.start()
-                return await self._read()
+                return await self._try()
             except TooManyRequests as error:
-                if not self._tries_left:
-                    raise
                 await self.generation.__aexit__(type(error), error, None)
                 self.generation = self._make()
-                await asyncio.sleep(error.retry_after_s or RETRY_AFTER_S)
+            await place_freed.wait()
+
+    async def _try(self) -> AudioChunk | None:
+        await self.generation.__aenter__()
+        await self.generation.start()
+        return await self._read()
 
     async def next(self) -> AudioChunk | None:
         """None: all of it was spoken."""
@@ -70,8 +73,12 @@ class SpeechParts:
     At most two pieces are open: the one being heard and, once that has begun to sound, the one after it.
     """
 
-    def __init__(self, makers: Iterable[Callable[[], Generation]]) -> None:
+    def __init__(
+        self, makers: Iterable[Callable[[], Generation]], departure: Callable[[], asyncio.Event]
+    ) -> None:
+        """`departure`: see `stages.service.Service.departure`."""
         self._makers = deque(makers)
+        self._departure = departure
         self._open: deque[_Piece] = deque()
         self._begun = False
         self.num_prompt_tokens = 0
@@ -90,7 +97,7 @@ class SpeechParts:
 
     def _open_next(self) -> None:
         if self._makers:
-            self._open.append(_Piece(self._makers.popleft(), patient=self._begun))
+            self._open.append(_Piece(self._makers.popleft(), self._departure if self._begun else None))
             self._begun = True
 
     async def next(self) -> bytes | None:

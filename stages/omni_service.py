@@ -83,6 +83,7 @@ class OmniService:
         self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
         self._context_length = context_length
         self._num_open = 0
+        self._departure = asyncio.Event()
         tokenizer = self.tokenizer
         self._longest_token_chars = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
 
@@ -112,6 +113,7 @@ class OmniService:
         if self._num_open >= bound:
             raise TooManyRequests(f"{bound} requests are open already; try again later", retry_after_s=1.0)
         self._num_open += 1
+        refused = False
         timeout_s = timeout_s or self._deployment.server.request_timeout_s
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         try:
@@ -126,8 +128,14 @@ class OmniService:
                     if event is None:
                         return
                     yield event
+        except TooManyRequests:
+            refused = True
+            raise
         finally:
             self._num_open -= 1
+            if not refused:  # who was refused leaves no place, and must not wake who waits for one
+                self._departure.set()
+                self._departure = asyncio.Event()
 
     async def _transcribe(
         self, request_id: str, request: TranscriptionRequest
@@ -314,6 +322,9 @@ class OmniService:
 
     def stop_sample(self, request_id: str, sample: int) -> None:
         self._coordinator.stop_sample(request_id, sample)
+
+    def departure(self) -> asyncio.Event:
+        return self._departure
 
     # --- the server as a whole --------------------------------------------------------------------------
 

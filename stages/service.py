@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Protocol
 
@@ -148,6 +149,11 @@ class Service(Protocol):
     def stop_sample(self, request_id: str, sample: int) -> None:
         """A stop string matched: the sample ends with no further token. The iterator goes on for the
         others."""
+        ...
+
+    def departure(self) -> asyncio.Event:
+        """Set when the next accepted request has left, so that a full server may have a place. To be taken
+        before the try that may be refused."""
         ...
 
     def health(self) -> tuple[StageHealth, ...]: ...

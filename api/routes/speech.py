@@ -175,7 +175,8 @@ async def _spoken(api: Api, job: SpeechJob) -> AsyncIterator[tuple[SpeechParts, 
     rate = api.service.card.sample_rate
     assert rate is not None, "a model with voices has a rate"
     encoder = SpeechEncoder(job.format, rate, job.speed)
-    async with SpeechParts([partial(_generation, api, job, piece) for piece in job.pieces]) as parts:
+    makers = [partial(_generation, api, job, piece) for piece in job.pieces]
+    async with SpeechParts(makers, api.service.departure) as parts:
         yield parts, encoder
 
 

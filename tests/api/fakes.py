@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from contracts.conversation import Conversation, MediaPart, TextPart
-from contracts.errors import BadRequest, OmnistageError
+from contracts.errors import BadRequest, OmnistageError, TooManyRequests
 from contracts.messages import FinishReason, IntegrityReport, SampleDelta, TokenLogprobs
 from stages.service import (
     UNLIMITED,
@@ -123,6 +123,8 @@ class ScriptedService:
         self.stages = (StageHealth("encoder", "ready"), StageHealth("thinker", "ready"))
         self.values: dict[str, dict[str, float]] = {}
         self.num_resets = 0
+        self.max_open: int | None = None  # requests at once; more are refused
+        self._departure = asyncio.Event()
 
     @property
     def last(self) -> Flow:
@@ -140,15 +142,23 @@ class ScriptedService:
         number = len(self.flows)
         script = self._scripts[min(number, len(self._scripts) - 1)]
         request_id = f"req-{number}"
+        num_open = sum(flow.outcome == "open" for flow in self.flows.values())
         flow = self.flows[request_id] = Flow(request)
+        refused = False
         try:
+            if self.max_open is not None and num_open >= self.max_open:
+                raise TooManyRequests("full")
             async for event in self._events(script, request_id, flow):
                 yield event
             flow.outcome = "completed"
-        except Exception:
+        except Exception as error:
             flow.outcome = "failed"
+            refused = isinstance(error, TooManyRequests)
             raise
         finally:
+            if not refused:
+                self._departure.set()
+                self._departure = asyncio.Event()
             if flow.outcome == "open":
                 finished = flow.stopped == set(range(request.sampling.n))
                 finished &= request.speech is None or flow.spoken
@@ -238,6 +248,9 @@ class ScriptedService:
         flow = self.flows[request_id]
         flow.stopped.add(sample)
         flow.stopped_at[sample] = flow.position + 1
+
+    def departure(self) -> asyncio.Event:
+        return self._departure
 
     def health(self) -> tuple[StageHealth, ...]:
         return self.stages
