@@ -180,6 +180,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     from api.settings import ApiSettings, SettingsError
     from stages.deployment import DeploymentError
+    from stages.event_loops import loop_factory
     from stages.launch import serve_service
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -188,7 +189,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         settings = ApiSettings.from_environment(os.environ, api_key=options.api_key)
         if settings.api_key is None and not _is_loopback(options.host):
             _say(f"warning: {options.host} is open to other machines and no --api-key is set")
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(serve_service(options), options, settings))
     except (OmnistageError, DeploymentError, SettingsError, OSError) as error:
         return _fail(error)
@@ -239,14 +240,6 @@ def _on_signals(stop: Callable[[], None]) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.Loop
 
 
 def _chat(parsed: argparse.Namespace) -> int:

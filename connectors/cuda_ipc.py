@@ -16,12 +16,10 @@ epoch.
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -152,8 +150,7 @@ class _Exports:
         return msgspec.msgpack.decode(self._pages[place + 4 : place + 4 + nbytes], type=_Export)
 
 
-@dataclass(frozen=True)
-class _PackedForDevice(Packed):
+class _PackedForDevice(Packed, frozen=True):
     on_device: tuple[Tensor, ...] = ()
     device_nbytes: int = 0
 
@@ -186,7 +183,7 @@ class CudaIpcSender(ShmSender):
         if not on_device:
             return wire.pack(chunk)
         on_host = {name: tensor for name, tensor in chunk.tensors.items() if name not in on_device}
-        packed = wire.pack(dataclasses.replace(chunk, tensors=on_host), on_device)
+        packed = wire.pack(msgspec.structs.replace(chunk, tensors=on_host), on_device)
         size = sum(_aligned(tensor.nbytes) for tensor in on_device.values())
         if size > self._device_bytes:
             raise EngineError(
@@ -258,7 +255,7 @@ class CudaIpcReceiver(ShmReceiver):
             places = _places(self._ring.device_offset(slot), [wire.nbytes_of(t) for t in described])
             read = self._lane.read(slot, list(zip(places, described, strict=True)))
             tensors |= {header.name: tensor for header, tensor in zip(described, read, strict=True)}
-        return dataclasses.replace(chunk, tensors=tensors)
+        return msgspec.structs.replace(chunk, tensors=tensors)
 
     def _meet(self, export: _Export) -> None:
         try:

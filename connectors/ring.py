@@ -9,8 +9,14 @@
 Nothing is locked, so a process may be killed at any instruction. An entry or chunk is written first and the
 word that counts it last, so what a dead process left half-written was never visible. The words are aligned
 and 8 bytes long: one store instruction on x86-64 and aarch64. x86-64 keeps stores, and loads, in order; where
-the hardware does not, a fence does. A bell is rung after every publication and words are read again after it
-is heard, so no wake-up is lost.
+the hardware does not, a fence does. The receiver's bell is rung after every publication and words are read
+again after it is heard, so no wake-up is lost. Two rings are left out: that of a returned slot while no send
+waits, and that of a message that the receiver is looking out for. There both ends write their word, fence,
+and
+read the other's, so at least one of them sees the other.
+
+A sleeping receiver is rung for before a small chunk is packed and copied, and looks out for it for some
+microseconds, so that its waking and the sender's work take place at the same time.
 
 Counting words carry the edge's epoch. A reset by the parent starts the next epoch: words of an earlier one
 count for nothing, and the sender writes nothing before the receiver has shown (by a RETURNED word of the new
@@ -20,10 +26,10 @@ epoch) that it holds no view of the old.
 from __future__ import annotations
 
 import asyncio
-import enum
 import fcntl
 import mmap
 import os
+import platform
 import threading
 from collections.abc import Callable
 from typing import Literal
@@ -45,7 +51,10 @@ _COUNT_BITS = 44  # 2**44 messages an epoch, 2**20 epochs
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
-class Word(enum.IntEnum):
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+
+
+class Word:
     """Index among 64-bit words, a cache line apart."""
 
     EPOCH = 0  # parent
@@ -57,9 +66,13 @@ class Word(enum.IntEnum):
     RECEIVER_ATTACHED = 48  # receiver
     RECEIVER_CLOSED = 56  # receiver
     RETURNED = 64  # receiver (the parent, when there is none): count of return entries
+    SENDER_WAITS = 72  # sender: the epoch in which it waits for returned slots, or 0
+    COMING = 80  # sender: count of message entries when the one that it is writing is there
+    RECEIVER_LOOKS = 88  # receiver: the epoch in which it looks out for what is coming, or 0
+    END = 96
 
 
-WORDS_BYTES = len(Word) * ALIGNMENT
+WORDS_BYTES = Word.END * WORD
 _ATTACHED = {"sender": Word.SENDER_ATTACHED, "receiver": Word.RECEIVER_ATTACHED}
 _CLOSED = {"sender": Word.SENDER_CLOSED, "receiver": Word.RECEIVER_CLOSED}
 _DEAD = {"sender": Word.SENDER_DEAD, "receiver": Word.RECEIVER_DEAD}
@@ -103,6 +116,7 @@ class Ring:
         self.description = description
         self.memory = Memory(memoryview(mmap.mmap(description.memory_fd, description.total_bytes)))
         self._words = self.memory.pages.cast("Q")
+        self._load: Callable[[int], int] = self._words.__getitem__ if _KEEPS_ORDER else self._load_fenced
         self._fence_lock = threading.Lock()
         self._fence_lock.acquire()
         self._messages = description.messages_offset // WORD
@@ -145,12 +159,22 @@ class Ring:
     def is_gone(self, end: End, epoch: int) -> bool:
         return self._load(_CLOSED[end]) == epoch or self._load(_DEAD[end]) == epoch
 
-    def count(self, word: Word, epoch: int) -> int | None:
+    def say(self, word: int, epoch: int) -> None:
+        """That this end waits, or looks out; 0: no more. To be followed by a look at what it waits for."""
+        self._store(word, epoch)
+        self._fence()
+
+    def is_said(self, word: int, epoch: int) -> bool:
+        """To be asked after publishing what the other end may wait for."""
+        self._fence()
+        return self._load(word) == epoch
+
+    def count(self, word: int, epoch: int) -> int | None:
         """None when the word's writer has not come to `epoch`."""
         value = self._load(word)
         return value & _COUNT_MASK if value >> _COUNT_BITS == epoch else None
 
-    def publish(self, word: Word, epoch: int, count: int) -> None:
+    def publish(self, word: int, epoch: int, count: int) -> None:
         assert count <= _COUNT_MASK
         self._store(word, epoch << _COUNT_BITS | count)
 
@@ -192,13 +216,14 @@ class Ring:
         words = self._words
         return words[place], words[place + 1], words[place + 2]
 
-    def _load(self, word: Word) -> int:
+    def _load_fenced(self, word: int) -> int:
         value = self._words[word]
         self._fence()
         return value
 
-    def _store(self, word: Word, value: int) -> None:
-        self._fence()
+    def _store(self, word: int, value: int) -> None:
+        if not _KEEPS_ORDER:
+            self._fence()
         self._words[word] = value
 
     def _fence(self) -> None:

@@ -28,7 +28,7 @@ class Room:
     inline_bytes: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Sent:
     """A chunk whose slot has not been returned."""
 
@@ -75,6 +75,10 @@ class CreditedSender(ABC):
     def _follow(self) -> None:
         """Takes notice of resets (`_restart`) and of returned slots (`_take_back`)."""
 
+    def _foretell(self, chunk: Chunk) -> None:
+        """May tell a receiver that sleeps that a chunk is coming, before it is packed."""
+        return
+
     @abstractmethod
     def _is_gone(self) -> bool:
         """Whether the receiver of this epoch is gone."""
@@ -95,6 +99,9 @@ class CreditedSender(ABC):
 
     async def send(self, chunk: Chunk) -> None:
         """The tensors are copied before it returns. EngineError for a chunk larger than the whole pool."""
+        if not self._closed:
+            self._follow()
+            self._foretell(chunk)
         packed = self._pack(chunk)
         if packed.size > max(self._room.inline_bytes, self._room.pool_bytes):
             raise EngineError(
@@ -102,8 +109,6 @@ class CreditedSender(ABC):
                 f" {self._room.pool_bytes}; raise its capacity_bytes",
                 request_id=chunk.request_id,
             )
-        if not self._closed:
-            self._follow()
         if self._waiting or not self._try_send(chunk, packed):
             await self._send_in_turn(chunk, packed)
 

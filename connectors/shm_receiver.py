@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 
 from connectors import wire
+from connectors.naps import Naps
 from connectors.ring import CANCELLATION, Bell, Ring, ShmDescription, Word
 from connectors.stats import EdgeStats
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
+
+LOOK_OUT_NS = 20_000
 
 
 class ShmReceiver:
@@ -23,7 +25,7 @@ class ShmReceiver:
         self._ring = Ring(description)
         self._bell = Bell(description.to_receiver_fd, description.to_sender_fd)
         self._closed = False
-        self._news = asyncio.Event()
+        self._naps = Naps()
         self._stale: dict[int, Chunk] = {}  # id(chunk) → chunk: held since before a reset
         self._held: dict[int, tuple[int, Chunk]] = {}  # id(chunk) → its slot; received, not released
         self._begin(self._ring.attach("receiver"))
@@ -37,7 +39,6 @@ class ShmReceiver:
             if self._closed:
                 raise PeerLost(f"edge {self._ring.description.name} is closed")
             self._bell.watch(self._heard)  # before the look at the words: what comes after it is heard
-            self._news.clear()
             self._follow()
             gone = self._ring.is_gone("sender", self._epoch)  # before the last look for chunks
             self._collect()
@@ -47,16 +48,15 @@ class ShmReceiver:
                 raise PeerLost(f"edge {self._ring.description.name} has lost its sender")
             self.stats.waits_total += not waited
             waited = True
-            await self._news.wait()
+            await self._naps.wait()
 
     async def renewed(self) -> None:
         lost = self._epoch
         while self._epoch == lost:
             self._bell.watch(self._heard)
-            self._news.clear()
             self._follow()
             if self._epoch == lost:
-                await self._news.wait()
+                await self._naps.wait()
 
     def release(self, chunk: Chunk) -> None:
         if not self._closed:
@@ -93,7 +93,7 @@ class ShmReceiver:
         self._ring.close("receiver", self._epoch)
         self._bell.ring()
         self._bell.close()
-        self._news.set()
+        self._naps.end_soon()
         self._ring.memory.unpin()
 
     # --- epochs ---------------------------------------------------------------------------------------------
@@ -129,7 +129,9 @@ class ShmReceiver:
         self._bell.answer()
         self._follow()
         self._collect()  # cancellations are obeyed even while nobody receives
-        self._news.set()
+        if not self._queue:
+            self._look_out()
+        self._naps.end()
 
     def _collect(self) -> None:
         """Takes the sender's new messages, in order."""
@@ -143,6 +145,20 @@ class ShmReceiver:
                 self._queue[slot] = wire.read(self._ring.memory, body_offset, header_nbytes), sent_ns
             elif slot in self._queue:
                 self._drop(slot)
+
+    def _look_out(self) -> None:
+        """The sender may have rung ahead of a chunk: it is cheaper to wait for it than to fall asleep
+        again."""
+        ring, epoch = self._ring, self._epoch
+        coming = ring.count(Word.COMING, epoch) or 0
+        if coming <= self._num_messages:
+            return
+        ring.say(Word.RECEIVER_LOOKS, epoch)
+        end_ns = time.monotonic_ns() + LOOK_OUT_NS
+        while (ring.count(Word.SENT, epoch) or 0) < coming and time.monotonic_ns() < end_ns:
+            pass
+        ring.say(Word.RECEIVER_LOOKS, 0)
+        self._collect()
 
     def _deliver(self) -> Chunk:
         slot, (chunk, sent_ns) = self._queue.popitem(last=False)
@@ -180,4 +196,5 @@ class ShmReceiver:
         self._ring.put_return(self._num_returned, slot)
         self._num_returned += 1
         self._ring.publish(Word.RETURNED, self._epoch, self._num_returned)
-        self._bell.ring_soon()
+        if self._ring.is_said(Word.SENDER_WAITS, self._epoch):
+            self._bell.ring_soon()

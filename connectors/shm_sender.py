@@ -41,6 +41,7 @@ class ShmSender(CreditedSender):
 
     def _watch(self) -> None:
         self._bell.watch(self._heard)
+        self._ring.say(Word.SENDER_WAITS, self._epoch)
 
     def _heard(self) -> None:
         self._bell.answer()
@@ -48,6 +49,7 @@ class ShmSender(CreditedSender):
         if self._waiting:
             self._wake_line()
         else:
+            self._ring.say(Word.SENDER_WAITS, 0)
             self._bell.unwatch()
 
     def _follow(self) -> None:
@@ -68,6 +70,11 @@ class ShmSender(CreditedSender):
     def _is_ready(self) -> bool:
         return self._receiver_ready
 
+    def _foretell(self, chunk: Chunk) -> None:
+        if not self._in_use and self._receiver_ready and chunk.nbytes <= INLINE_BYTES:
+            self._ring.publish(Word.COMING, self._epoch, self._num_messages + 1)
+            self._bell.ring()
+
     def _write(self, slot: int, span: int | None, chunk: Chunk, packed: Packed) -> None:
         body_offset = self._ring.body_offset(slot, span)
         wire.write(self._ring.memory, body_offset, packed)
@@ -86,4 +93,5 @@ class ShmSender(CreditedSender):
 
     def _publish(self) -> None:
         self._ring.publish(Word.SENT, self._epoch, self._num_messages)
-        self._bell.ring()
+        if not self._ring.is_said(Word.RECEIVER_LOOKS, self._epoch):
+            self._bell.ring()

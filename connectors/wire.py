@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -23,8 +22,7 @@ def align(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """A chunk ready to be written: `size` bytes with all padding, of which `nbytes` are the tensors'."""
 
     header: bytes
@@ -41,6 +39,19 @@ class Memory:
         self.data = torch.frombuffer(pages, dtype=torch.uint8)
         self.address = self.data.data_ptr()
         self.pinned = False
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor at `offset`, in C order."""
+        assert offset + nbytes <= len(self.pages), f"{nbytes} bytes at {offset} of {len(self.pages)}"
+        if nbytes == 0:
+            return self.data[:0].view(dtype).view(shape)
+        whole = self._typed.get(dtype)
+        if whole is None:
+            whole = self.data[: len(self.pages) // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._typed[dtype] = whole
+        # One call into torch, where slicing, reading as another type and reshaping are three.
+        return whole.as_strided(shape, _strides(shape), offset // dtype.itemsize)
 
     def pin(self) -> None:
         """Registers the pages with CUDA, so that copies from and to a GPU run at full speed. Idempotent."""
@@ -56,10 +67,19 @@ class Memory:
             self.pinned = False
 
 
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 1:
+        return (1,)
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
 def pack(chunk: Chunk, on_device: Mapping[str, torch.Tensor] | None = None) -> Packed:
     """`on_device`: further tensors, which are described and left to the caller."""
-    nbytes = sum(tensor.nbytes for tensor in chunk.tensors.values())
-    size = sum(align(tensor.nbytes) for tensor in chunk.tensors.values())
+    tensors = tuple(chunk.tensors.values())
     header = _encoder.encode(
         ChunkHeader(
             request_id=chunk.request_id,
@@ -67,47 +87,51 @@ def pack(chunk: Chunk, on_device: Mapping[str, torch.Tensor] | None = None) -> P
             seq=chunk.seq,
             last=chunk.last,
             tensors=_headers(chunk.tensors),
-            device_tensors=_headers(on_device or {}),
+            device_tensors=_headers(on_device) if on_device else (),
             meta=chunk.meta,
         )
     )
-    return Packed(header, tuple(chunk.tensors.values()), nbytes, align(len(header)) + size)
+    size, nbytes = align(len(header)), 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        size += align(tensor.nbytes)
+    return Packed(header, tensors, nbytes, size)
 
 
 def _headers(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorHeader, ...]:
+    headers = []
     for name, tensor in tensors.items():
         assert tensor.layout is torch.strided, f"{name}: only strided tensors cross an edge"
         assert not tensor.is_quantized, f"{name}: only plain tensors cross an edge"
-    return tuple(
-        TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    )
+        headers.append(TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+    return tuple(headers)
 
 
 def write(memory: Memory, offset: int, packed: Packed) -> None:
     """Copies everything to `offset`; complete, GPU copies included, on return."""
     assert offset % ALIGNMENT == 0
-    memory.pages[offset : offset + len(packed.header)] = packed.header
-    offset += align(len(packed.header))
+    header = packed.header
+    memory.pages[offset : offset + len(header)] = header
+    offset += align(len(header))
     for tensor in packed.tensors:
-        if tensor.nbytes:
-            _write_tensor(memory, offset, tensor.detach())
-        offset += align(tensor.nbytes)
+        nbytes = tensor.nbytes
+        if nbytes:
+            _write_tensor(memory, offset, tensor, nbytes)
+        offset += align(nbytes)
     if memory.pinned:
         for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _write_tensor(memory: Memory, offset: int, tensor: torch.Tensor) -> None:
-    plain = not tensor.is_conj() and not tensor.is_neg()
-    if tensor.device.type == "cpu" and plain and tensor.is_contiguous():
+def _write_tensor(memory: Memory, offset: int, tensor: torch.Tensor, nbytes: int) -> None:
+    if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # The C library's copy streams past the cache for large sizes; torch's does not.
-        ctypes.memmove(memory.address + offset, tensor.data_ptr(), tensor.nbytes)
+        ctypes.memmove(memory.address + offset, tensor.data_ptr(), nbytes)
         return
     if tensor.is_cuda:
         memory.pin()
-    view = _view(memory, offset, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
-    view.copy_(tensor, non_blocking=memory.pinned and tensor.is_cuda)
+    view = memory.view(offset, nbytes, tensor.dtype, tuple(tensor.shape))
+    view.copy_(tensor.detach(), non_blocking=memory.pinned and tensor.is_cuda)
 
 
 def read_header(memory: Memory, offset: int, header_nbytes: int) -> ChunkHeader:
@@ -124,18 +148,7 @@ def read(memory: Memory, offset: int, header_nbytes: int) -> Chunk:
     offset += align(header_nbytes)
     tensors = {}
     for described in header.tensors:
-        dtype = DTYPES[described.dtype]
         nbytes = nbytes_of(described)
-        tensors[described.name] = _view(memory, offset, nbytes, dtype, described.shape)
+        tensors[described.name] = memory.view(offset, nbytes, DTYPES[described.dtype], described.shape)
         offset += align(nbytes)
     return Chunk(header.request_id, header.stream, header.seq, header.last, tensors, header.meta)
-
-
-def _view(
-    memory: Memory, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    assert offset + nbytes <= len(memory.pages), f"{nbytes} bytes at {offset} of {len(memory.pages)}"
-    if nbytes == 0:
-        return memory.data[:0].view(dtype).view(shape)
-    count = nbytes // dtype.itemsize
-    return torch.frombuffer(memory.pages, dtype=dtype, count=count, offset=offset).view(shape)

@@ -3,7 +3,6 @@ wire."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 CONTROL_STREAM = ""
 
 
-class TensorHeader(msgspec.Struct, frozen=True):
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
     """dtype is torch's name without prefix ("bfloat16"); the bytes follow in C order."""
 
     name: str
@@ -22,7 +21,7 @@ class TensorHeader(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The serialisable part of a chunk: everything but the tensor bytes."""
 
     request_id: str
@@ -34,17 +33,16 @@ class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True):
     meta: dict[str, int | float | str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """One message of one stream of one request. `seq` counts from 0 without gaps; a gap is an error."""
 
     request_id: str
     stream: str
     seq: int
     last: bool
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    meta: dict[str, int | float | str] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = msgspec.field(default_factory=dict)
+    meta: dict[str, int | float | str] = msgspec.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return sum([tensor.nbytes for tensor in self.tensors.values()])

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from contracts.messages import Shutdown, ToStage
+from stages.event_loops import loop_factory
 from stages.service import WorkerInfo
 from stages.shell import StageShell
 
@@ -51,4 +52,5 @@ class LocalWorker:
 
 
 def _run_shell(shell: StageShell) -> None:
-    asyncio.run(shell.run())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(shell.run())

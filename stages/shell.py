@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from connectors.interface import Receiver, Sender
 from contracts.chunks import Chunk
@@ -45,7 +46,7 @@ class StepResultBatch:
 
 def _copied(chunk: Chunk) -> Chunk:
     tensors = {name: tensor.clone() for name, tensor in chunk.tensors.items()}
-    return dataclasses.replace(chunk, tensors=tensors)
+    return msgspec.structs.replace(chunk, tensors=tensors)
 
 
 class StageLogic(Protocol):

@@ -17,6 +17,7 @@ import zmq.asyncio
 from contracts.messages import FromStage
 from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
 from stages.edges import ArenaDescription, EdgeEnd, open_arena, open_edge_ends
+from stages.event_loops import loop_factory
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
 from stages.options import SWITCH_INTERVAL_S, ServeOptions
@@ -98,7 +99,8 @@ def run(setup_json: bytes) -> None:
     logging.basicConfig(level=logging.INFO, format=form, force=True)
     torch.set_num_threads(setup.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(_Worker(setup).run())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(_Worker(setup).run())
 
 
 def _decode_path(kind: type, value: object) -> object:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
 }
 # Beside the benchmarks over HTTP, which work against any server: those that time one of our packages alone.
 MEASURES_A_PART = {
-    "benchmarks/components/connectors.py": ("connectors",),
+    "benchmarks/components/connectors.py": ("connectors", "stages"),
     "benchmarks/components/cpu_kernels.py": ("lm_engine",),
     "benchmarks/components/gpu_decode.py": ("lm_engine", "model_families"),
     "benchmarks/components/host_step.py": ("lm_engine",),

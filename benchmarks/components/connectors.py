@@ -1,7 +1,7 @@
 """A connector between two processes: one-way latency, bandwidth beside memcpy, flat memory.
 
     python -m benchmarks.components.connectors [--connector shm|nixl] [--pings 3000] [--rounds 7]
-        [--messages 1000000] [--cores 0,1]
+        [--messages 1000000] [--cores 0,1] [--loop uvloop|asyncio]
 
 Latency is from before `send` to after `receive` returns in the other process, one chunk under way at a
 time; its floor is half a round trip of bare eventfds, what the kernel takes to wake the other process.
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ from benchmarks.text_table import render
 from connectors.nixl import NixlDescription, NixlEdge, NixlReceiver, NixlSender
 from connectors.shm import ShmDescription, ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
+from stages.event_loops import loop_factory
 
 KIB, MIB = 1 << 10, 1 << 20
 PING_SIZES = (64, 4 * KIB, 64 * KIB)
@@ -120,7 +121,7 @@ def bell_latencies_us(pings: int, core: int | None) -> list[float]:
 class Peer:
     """The child process as the parent uses it."""
 
-    def __init__(self, forth: Edge, back: Edge, core: int | None) -> None:
+    def __init__(self, forth: Edge, back: Edge, core: int | None, loop: str) -> None:
         ends = Ends(forth.description(), back.description())
         command = [
             sys.executable,
@@ -129,7 +130,7 @@ class Peer:
             "--answer",
             msgspec.json.encode(ends).decode(),
         ]
-        command += [] if core is None else ["--cores", str(core)]
+        command += ["--loop", loop] + ([] if core is None else ["--cores", str(core)])
         self.core = core
         self.process = subprocess.Popen(command, pass_fds=forth.fds + back.fds)
         self._sender = open_sender(forth.description())
@@ -217,7 +218,7 @@ async def measure(options: argparse.Namespace, cores: Sequence[int]) -> None:
     kind: type[ShmEdge] | type[NixlEdge] = ShmEdge if options.connector == "shm" else NixlEdge
     forth: Edge = kind.create("forth", POOL_BYTES, MAX_CHUNKS)
     back: Edge = kind.create("back", MIB, MAX_CHUNKS)
-    peer = Peer(forth, back, cores[1] if len(cores) > 1 else None)
+    peer = Peer(forth, back, cores[1] if len(cores) > 1 else None, options.loop)
     try:
         await report(peer, options)
         await peer.stop()
@@ -229,6 +230,11 @@ async def measure(options: argparse.Namespace, cores: Sequence[int]) -> None:
         back.close()
 
 
+def run(measurement: Coroutine[None, None, None], loop: str) -> None:
+    with asyncio.Runner(loop_factory=loop_factory() if loop == "uvloop" else None) as runner:
+        runner.run(measurement)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -238,6 +244,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--messages", type=int, default=1_000_000, help="0 leaves the memory check out")
     parser.add_argument("--cores", default="", help="SENDER,RECEIVER: pin the two processes")
+    parser.add_argument(
+        "--loop", choices=("uvloop", "asyncio"), default="uvloop", help="stages run on uvloop"
+    )
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     parser.add_argument("--answer-bells", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -246,14 +255,14 @@ def main(argv: Sequence[str]) -> int:
     if cores:
         os.sched_setaffinity(0, {cores[0]})
     if options.answer:
-        asyncio.run(answer(msgspec.json.decode(options.answer, type=Ends)))
+        run(answer(msgspec.json.decode(options.answer, type=Ends)), options.loop)
         return 0
     if options.answer_bells:
         answer_bells([int(fd) for fd in options.answer_bells.split(",")])
         return 0
     environment = describe_environment(["python", "-m", "benchmarks.components.connectors", *argv])
     print("\n".join(environment.lines()))
-    asyncio.run(measure(options, cores))
+    run(measure(options, cores), options.loop)
     print(f"load average at the end: {os.getloadavg()[0]:.1f}")
     return 0
 

@@ -164,6 +164,7 @@ import asyncio, sys
 from contextlib import asynccontextmanager
 from api import cli
 from api.settings import ApiSettings
+from stages.event_loops import loop_factory
 from stages.options import ServeOptions
 from tests.api.fakes import Script, ScriptedService
 
@@ -178,7 +179,7 @@ async def starting():
         await asyncio.sleep(0)
         print("stages stopped", flush=True)
 
-with asyncio.Runner(loop_factory=cli._loop_factory()) as runner:
+with asyncio.Runner(loop_factory=loop_factory()) as runner:
     runner.run(cli.serve(starting(), ServeOptions(port=0), ApiSettings(drain_timeout_s=1)))
 print("clean end", flush=True)
 """

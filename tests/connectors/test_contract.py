@@ -23,6 +23,7 @@ from tests.connectors.fake_device import FakeReceiveLane, FakeSendLane
 
 POOL_BYTES = 24 << 20
 Factory = Callable[[int], tuple[Sender, Receiver]]
+LOOP: dict[str, Callable[[], asyncio.AbstractEventLoop] | None] = {"factory": None}
 
 
 def has_nixl() -> bool:
@@ -34,8 +35,10 @@ NIXL = pytest.param(
 )
 
 
-@pytest.fixture(params=["inproc", "shm", "cuda_ipc", NIXL])
-def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
+@pytest.fixture(params=["inproc", "shm", "shm on uvloop", "cuda_ipc", NIXL])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Factory]:
+    if request.param.endswith("uvloop"):
+        monkeypatch.setitem(LOOP, "factory", pytest.importorskip("uvloop").Loop)
     with contextlib.ExitStack() as stack:
 
         def shm_pair(capacity: int) -> tuple[Sender, Receiver]:
@@ -63,7 +66,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Factory]:
             stack.callback(receiver.close)
             return sender, receiver
 
-        makers = {"shm": shm_pair, "cuda_ipc": cuda_ipc_pair, "nixl": nixl_pair}
+        makers = {"shm": shm_pair, "shm on uvloop": shm_pair, "cuda_ipc": cuda_ipc_pair, "nixl": nixl_pair}
         makers["inproc"] = lambda capacity: inproc_pair("test", capacity)
         yield makers[request.param]
 
@@ -74,7 +77,8 @@ def chunk(request_id: str, seq: int, *, stream: str = "s", last: bool = False, t
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    with asyncio.Runner(loop_factory=LOOP["factory"]) as runner:
+        return runner.run(asyncio.wait_for(coroutine, 20))
 
 
 async def settle() -> None:
@@ -250,7 +254,7 @@ def test_two_loops_in_two_threads(pair: Factory) -> None:
         for i in range(count):
             await sender.send(chunk("r", i, tensor=torch.tensor([i])))
 
-    thread = threading.Thread(target=lambda: asyncio.run(produce()))
+    thread = threading.Thread(target=lambda: run(produce()))
     thread.start()
 
     async def consume() -> list[int]:

@@ -252,6 +252,73 @@ def test_memory_is_flat_over_many_messages() -> None:
 # --- resets -------------------------------------------------------------------------------------------------
 
 
+def test_a_sleeping_receiver_is_woken_before_the_chunk_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And looks out for it, which takes no second ring; given up, the chunk's own ring wakes it."""
+    rings: list[str] = []
+
+    async def main(looks_ns: int) -> list[str]:
+        monkeypatch.setattr("connectors.shm_receiver.LOOK_OUT_NS", looks_ns)
+        with edge_of() as edge:
+            sender, receiver = ShmSender(edge.description()), ShmReceiver(edge.description())
+            ring, pack = sender._bell.ring, sender._pack
+            monkeypatch.setattr(sender._bell, "ring", lambda: (rings.append("ring"), ring()))
+            looking = threading.Event()
+            thread_waits = [threading.Event(), threading.Event()]
+
+            def consume() -> None:
+                async def receive() -> None:
+                    loop = asyncio.get_running_loop()
+                    look_out, heard = receiver._look_out, receiver._heard
+                    monkeypatch.setattr(receiver, "_heard", lambda: (heard(), looking.set()))
+                    if looks_ns:
+                        monkeypatch.setattr(receiver, "_look_out", lambda: (looking.set(), look_out()))
+                    loop.call_soon(thread_waits[0].set)  # runs when the task below sleeps
+                    receiver.release(await receiver.receive())
+                    receiver.close()
+
+                asyncio.run(receive())
+
+            def pack_once_awake(chunk_: Chunk) -> wire.Packed:
+                rings.append("pack")
+                assert looking.wait(TIMEOUT_S)
+                return pack(chunk_)
+
+            monkeypatch.setattr(sender, "_pack", pack_once_awake)
+            thread = threading.Thread(target=consume)
+            thread.start()
+            assert thread_waits[0].wait(TIMEOUT_S)
+            sender._follow()
+            await sender.send(chunk("r", 0))
+            await asyncio.to_thread(thread.join, TIMEOUT_S)
+            assert not thread.is_alive()
+            sender.close()
+        taken, rings[:] = list(rings), []
+        return taken
+
+    assert run(main(int(TIMEOUT_S * 1e9)))[:2] == ["ring", "pack"]
+    assert run(main(0)) == ["ring", "pack", "ring", "ring"]  # the last is that of `close`
+
+
+def test_a_returned_slot_rings_only_for_a_send_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with edge_of(max_chunks=1) as edge, ends_of(edge) as (sender, receiver):
+            rings: list[int] = []
+            ring = receiver._bell.ring
+            monkeypatch.setattr(receiver._bell, "ring", lambda: (rings.append(1), ring()))
+            for _ in range(3):
+                await sender.send(chunk("a", 0, last=True))
+                receiver.release(await receiver.receive())
+            assert not rings
+            await sender.send(chunk("a", 0, last=True))
+            waiting = asyncio.create_task(sender.send(chunk("b", 0)))
+            await settle()
+            receiver.release(await receiver.receive())
+            await waiting
+            assert rings
+
+    run(main())
+
+
 def test_an_end_is_taken_once_an_epoch() -> None:
     with edge_of() as edge, ends_of(edge) as (sender, _):
         with pytest.raises(EngineError, match="reset it first"):
