@@ -11,6 +11,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 
 setup: .venv/.packages $(MODEL)/config.json
 	@$(BIN)/python -m lm_engine.native.build
+	@$(BIN)/python -m preprocess.native
 
 demo: setup
 	$(BIN)/python examples/demo.py

@@ -24,6 +24,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from contracts.errors import MediaDecodeError, MediaTooLarge
 from contracts.specs import ImageSpec
+from preprocess.resampling import Resize, UInt8, resize_by_pillow
 from preprocess.resize import ResizedShape
 from preprocess.sniff import SUPPORTED_FORMATS, canvas_size, check_png, sniff
 
@@ -37,11 +38,6 @@ _OPENERS: dict[str, type[ImageFile.ImageFile]] = {
 }
 assert frozenset(_OPENERS) == SUPPORTED_FORMATS
 
-RESAMPLE = {
-    "bicubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -96,7 +92,9 @@ def open_image(data: bytes, max_source_pixels: int) -> OpenedImage:
     return OpenedImage(image, (width, height), orientation)
 
 
-def decode_image(opened: OpenedImage, shape: ResizedShape, spec: ImageSpec) -> np.ndarray:
+def decode_image(
+    opened: OpenedImage, shape: ResizedShape, spec: ImageSpec, resize: Resize = resize_by_pillow
+) -> UInt8:
     """Decodes, turns upright, resizes: [shape.height, shape.width, 3] uint8, C order.
 
     Animated files give their first frame on its full canvas. A multi-picture file gives its first picture.
@@ -114,10 +112,12 @@ def decode_image(opened: OpenedImage, shape: ResizedShape, spec: ImageSpec) -> n
             upright = plain
     if upright.size != opened.size:
         raise MediaDecodeError(f"the {format_name} image's size differs from its header's")
-    if upright.size != (shape.width, shape.height):
-        upright = upright.resize((shape.width, shape.height), RESAMPLE[spec.resample])
+    if upright.size == (shape.width, shape.height):
+        pixels = np.asarray(upright)
+    else:
+        pixels = resize(upright, (shape.width, shape.height), spec.resample)
     # Grey stays one channel until here: resizing treats channels alike, so a third of the work is enough.
-    pixels_HWC = np.asarray(upright if upright.mode == "RGB" else upright.convert("RGB"))
+    pixels_HWC = pixels if upright.mode == "RGB" else np.repeat(pixels[:, :, None], 3, axis=2)
     assert pixels_HWC.shape == (shape.height, shape.width, 3)
     assert pixels_HWC.dtype == np.uint8
     return pixels_HWC
@@ -165,9 +165,11 @@ def _to_opaque(image: ImageFile.ImageFile, spec: ImageSpec) -> Image.Image:
     has_alpha = "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info
     if has_alpha:
         return _composite(image.convert("RGBA"), spec)
-    if image.mode in ("1", "L"):
+    if image.mode in ("L", "RGB"):
+        return image
+    if image.mode == "1":
         return image.convert("L")
-    if image.mode in ("P", "RGB", "RGBX", "YCbCr"):
+    if image.mode in ("P", "RGBX", "YCbCr"):
         return image.convert("RGB")
     raise MediaDecodeError(
         f"unsupported colour mode {image.mode!r}; send 8-bit or 16-bit grey, RGB(A) or CMYK"

@@ -20,6 +20,7 @@ from preprocess.arena import ArenaMapping
 from preprocess.images import OpenedImage, decode_image, open_image
 from preprocess.mel import Float32, log_mel
 from preprocess.recipes import AudioRecipe, ImageRecipe, Recipe, VideoRecipe
+from preprocess.resampling import Resize, resize_by_pillow
 from preprocess.resize import ResizedShape, resized_shape
 from preprocess.sampling import frame_size, sample_positions, whole_frames
 from preprocess.sound import EMPTY, decode_audio
@@ -61,17 +62,17 @@ class Prepared(Protocol):
     def write(self, place: Place) -> tuple[MediaItem, ...]: ...
 
 
-def prepare(recipe: Recipe, data: bytes, limits: MediaLimits) -> Prepared:
+def prepare(recipe: Recipe, data: bytes, limits: MediaLimits, resize: Resize = resize_by_pillow) -> Prepared:
     """Raises MediaError kinds. Reads an image's header and a video's packets only; decodes a sound (its
     length is known no earlier)."""
     match recipe:
         case ImageRecipe(spec, budget):
             opened = open_image(data, limits.max_source_pixels)
-            return PreparedImage(opened, resized_shape(*opened.size, spec, budget), spec)
+            return PreparedImage(opened, resized_shape(*opened.size, spec, budget), spec, resize)
         case AudioRecipe(spec):
             return prepare_audio(data, spec, limits)
         case VideoRecipe():
-            return prepare_video(data, recipe, limits)
+            return prepare_video(data, recipe, limits, resize)
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,14 @@ class PreparedImage:
     opened: OpenedImage
     shape: ResizedShape
     spec: ImageSpec
+    resize: Resize
 
     @property
     def nbytes(self) -> int:
         return self.shape.nbytes
 
     def write(self, place: Place) -> tuple[MediaItem, ...]:
-        pixels_HWC = decode_image(self.opened, self.shape, self.spec)
+        pixels_HWC = decode_image(self.opened, self.shape, self.spec, self.resize)
         ref, stored_HWC = place.take(pixels_HWC.shape, "uint8")
         stored_HWC[:] = pixels_HWC
         item = MediaItem(
@@ -166,6 +168,7 @@ class PreparedVideo:
     recipe: VideoRecipe
     limits: MediaLimits
     sound: PreparedAudio | None
+    resize: Resize
 
     @property
     def nbytes(self) -> int:
@@ -203,7 +206,12 @@ class PreparedVideo:
                 stored_THWC[i] = stored_THWC[i - 1]
             else:
                 stored_THWC[i] = resized_rgb(
-                    frame, self.opened.quarter_turns, height, width, self.recipe.spec.resample
+                    frame,
+                    self.opened.quarter_turns,
+                    height,
+                    width,
+                    self.recipe.spec.resample,
+                    self.resize,
                 )
             previous = frame
         stored_THWC[len(self.numbers) :] = stored_THWC[len(self.numbers) - 1]
@@ -216,7 +224,9 @@ class PreparedVideo:
         return tuple((times_s[i] + times_s[i + patch - 1]) / 2 for i in range(0, len(times_s), patch))
 
 
-def prepare_video(data: bytes, recipe: VideoRecipe, limits: MediaLimits) -> PreparedVideo:
+def prepare_video(
+    data: bytes, recipe: VideoRecipe, limits: MediaLimits, resize: Resize = resize_by_pillow
+) -> PreparedVideo:
     spec, opened = recipe.spec, open_video(data, limits)
     timeline = opened.timeline
     positions = sample_positions(len(timeline.times_s), timeline.fps, spec, recipe.frames)
@@ -232,7 +242,7 @@ def prepare_video(data: bytes, recipe: VideoRecipe, limits: MediaLimits) -> Prep
             f" {limits.max_video_pixels} pixels; ask for fewer frames or a lower max_pixels"
         )
     sound = _sound_track(data, recipe.audio, limits) if opened.has_audio and recipe.audio else None
-    return PreparedVideo(data, opened, numbers, (num_padded, height, width, 3), recipe, limits, sound)
+    return PreparedVideo(data, opened, numbers, (num_padded, height, width, 3), recipe, limits, sound, resize)
 
 
 def _sound_track(data: bytes, spec: AudioSpec, limits: MediaLimits) -> PreparedAudio | None:

@@ -18,6 +18,7 @@ from typing import cast
 
 import msgspec
 
+from contracts.compilation import BuildError
 from contracts.digests import Buffer, ContentDigest, Digester
 from contracts.errors import (
     EngineError,
@@ -34,6 +35,7 @@ from preprocess.arena import Arena, Block, Lease
 from preprocess.process import WorkerProcess
 from preprocess.protocol import Done, Drop, Grant, Ready, Setup, SizeKnown, Task, TaskFailed
 from preprocess.recipes import Recipe
+from preprocess.resampling import ResizeChoice, compile_resize
 
 MAX_ATTEMPTS = 2  # an item whose worker died is tried once more: the death may not have been its fault
 MAX_START_FAILURES = 3  # in a row, then jobs are refused until a worker starts again
@@ -45,9 +47,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """`limits` gives the time and memory limit of a job and the pixel cap."""
+    """`limits` gives the time and memory limit of a job and the pixel cap. `resize` "auto": in C where
+    there is
+    a compiler, to the same bits."""
 
     num_workers: int
+    resize: ResizeChoice = "auto"
     digester: Digester = field(default_factory=Digester.random)
     limits: MediaLimits = field(default_factory=MediaLimits)
     max_queued_jobs: int = 256
@@ -126,6 +131,11 @@ class PreprocessPool:
     async def start(self) -> None:
         """Returns when every worker is ready. Raises EngineError when one is not; call `close` even then."""
         assert not self._slots
+        if self.config.resize == "auto":
+            try:  # workers load what there is
+                await asyncio.to_thread(compile_resize)
+            except BuildError as error:
+                logger.info("pictures are resized by Pillow: %s", error)
         starts = (self._start_worker(i) for i in range(self.config.num_workers))
         for outcome in await asyncio.gather(*starts, return_exceptions=True):
             if isinstance(outcome, BaseException):
@@ -236,6 +246,7 @@ class PreprocessPool:
             arena_bytes=self.arena.size,
             digester=config.digester,
             limits=config.limits,
+            resize=config.resize,
         )
         try:
             worker = self._workers[index] = WorkerProcess(config.worker_module, self.arena.fd)

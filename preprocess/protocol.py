@@ -15,6 +15,7 @@ from contracts.errors import ErrorInfo
 from contracts.media import MediaItem
 from contracts.specs import MediaLimits
 from preprocess.recipes import Recipe
+from preprocess.resampling import ResizeChoice
 
 MAX_FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")
@@ -28,6 +29,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arena_bytes: int
     digester: Digester
     limits: MediaLimits
+    resize: ResizeChoice
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):

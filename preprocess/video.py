@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 import av
 import numpy as np
-import numpy.typing as npt
 from av.container import InputContainer
 from av.stream import Disposition
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
-from PIL import Image
 
 from contracts.errors import MediaDecodeError, MediaTooLarge
 from contracts.specs import MediaLimits, Resample
 from preprocess.container import check_codec, malformed, opened
-from preprocess.images import RESAMPLE
+from preprocess.resampling import Resize, UInt8, resize_by_pillow
 
 DEFAULT_FPS = 24.0  # of files without any notion of time, as in the reference
 MIN_READABLE = 0.5  # share of the sampled frames
@@ -100,14 +98,20 @@ def decode_frames(
 
 
 def resized_rgb(
-    frame: VideoFrame, quarter_turns: int, height: int, width: int, resample: Resample
-) -> npt.NDArray[np.uint8]:
+    frame: VideoFrame,
+    quarter_turns: int,
+    height: int,
+    width: int,
+    resample: Resample,
+    resize: Resize = resize_by_pillow,
+) -> UInt8:
     """[height, width, 3], upright."""
-    pixels_HWC = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns)
-    image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
-    if image.size != (width, height):
-        image = image.resize((width, height), RESAMPLE[resample])
-    return np.asarray(image)
+    pixels_HWC: UInt8 = np.ascontiguousarray(
+        np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns), np.uint8
+    )
+    if pixels_HWC.shape[:2] == (height, width):
+        return pixels_HWC
+    return resize(pixels_HWC, (width, height), resample)
 
 
 def _video_stream(container: InputContainer) -> VideoStream:

@@ -30,6 +30,7 @@ from preprocess.protocol import (
     TaskFailed,
     WorkerChannel,
 )
+from preprocess.resampling import choose_resize
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,6 +44,7 @@ class Worker:
         assert isinstance(setup, Setup)
         self._setup = setup
         self._arena = ArenaMapping(arena_fd, setup.arena, setup.arena_bytes, writable=True)
+        self._resize = choose_resize(setup.resize)
         _limit_memory(setup.limits.worker_memory_bytes)
 
     def serve(self) -> None:
@@ -70,7 +72,7 @@ class Worker:
 
     def make(self, task: Task, payload: bytes) -> Done | None:
         """None when the pool dropped the task."""
-        prepared = prepare(task.recipe, payload, self._setup.limits)
+        prepared = prepare(task.recipe, payload, self._setup.limits, self._resize)
         self._channel.send(SizeKnown(prepared.nbytes))
         answer = self._channel.receive()
         if isinstance(answer, Drop):

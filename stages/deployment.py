@@ -34,6 +34,7 @@ class PreprocessConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     arena_bytes: int | str = "512MiB"
     index_items: int = 65536
     digest: Literal["xxh3", "sha256"] = "xxh3"
+    resize: Literal["auto", "pillow"] = "auto"  # auto: in C where there is a compiler, to the same bits
     auto_max_pixels: int | None = None  # resolution of detail:auto under load
 
 

@@ -77,6 +77,7 @@ def _make_preprocessor(deployment: Deployment) -> Preprocessor:
     pool = PoolConfig(
         num_workers=config.workers or max(1, num_cores() - 1),
         digester=Digester.random(config.digest),
+        resize=config.resize,
         limits=deployment.limits,
         max_queued_jobs=config.max_queued_jobs,
         arena_bytes=parse_bytes(config.arena_bytes, "preprocess.arena_bytes"),

@@ -34,6 +34,7 @@ from contracts.specs import AudioSpec, ImageSpec, MediaLimits
 from preprocess.images import decode_image, open_image
 from preprocess.mel import log_mel
 from preprocess.patches import patchify
+from preprocess.resampling import Resize, choose_resize, compile_resize, resize_by_pillow
 from preprocess.resize import pixel_budget, resized_shape
 from preprocess.sound import decode_audio
 
@@ -99,13 +100,13 @@ def reference(spec: ImageSpec) -> transformers.BaseImageProcessor:
 def contestants(case: Case) -> dict[str, Callable[[], object]]:
     """Name → one image's work. Settles, once, that all give the same patches."""
     spec, digester = SPECS[case.family], Digester.random()
-    arena = np.empty(spec.max_pixels * 3, np.uint8)
+    arena, resize = np.empty(spec.max_pixels * 3, np.uint8), choose_resize("auto")
     processor = reference(spec)
 
-    def ours() -> np.ndarray:
+    def ours(resize: Resize = resize) -> np.ndarray:
         opened = open_image(case.data, MAX_SOURCE_PIXELS)
         shape = resized_shape(*opened.size, spec, pixel_budget(spec, MediaOptions()))
-        pixels_HWC = decode_image(opened, shape, spec)
+        pixels_HWC = decode_image(opened, shape, spec, resize)
         arena[: shape.nbytes].reshape(pixels_HWC.shape)[:] = pixels_HWC
         digester.of_array(pixels_HWC)
         return pixels_HWC
@@ -121,6 +122,7 @@ def contestants(case: Case) -> dict[str, Callable[[], object]]:
         "transformers": theirs,
         "ours + patchify": lambda: patchify(ours(), spec),
         "ours (uint8)": ours,
+        "ours (uint8), Pillow's resize": lambda: ours(resize_by_pillow),
         "decode alone": lambda: Image.open(io.BytesIO(case.data)).convert("RGB"),
     }
 
@@ -201,6 +203,7 @@ def main() -> None:
     core = min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+    compile_resize()
     print(
         f"command: python -m benchmarks.components.preprocessing --seconds {arguments.seconds}"
         f" --sizes {arguments.sizes}"

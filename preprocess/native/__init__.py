@@ -1,0 +1,9 @@
+"""The preprocessing workers' C code; `python -m preprocess.native` compiles it into the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from contracts.compilation import CLibrary
+
+RESAMPLE = CLibrary(name="resample", folder=Path(__file__).parent, sources=("resample.c",))
