@@ -53,12 +53,19 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventWriter:
-    """Writes a stream's events. Awaiting a write is the back-pressure: the server waits for a slow reader."""
+    """Writes a stream's events. Awaiting a write is the back-pressure: the server waits for a slow reader.
+
+    One timer watches all writes of a stream: one of each would cost more than the write.
+    """
 
     def __init__(self, send: Send, stall_timeout_s: float, headers: Headers = _HEADERS) -> None:
         self._send = send
         self._headers = headers
         self._stall_timeout_s = stall_timeout_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[object] | None = None
+        self._write_began_s = 0.0
+        self._stalled = False
         self.started = False
         self.finished = False
 
@@ -69,11 +76,37 @@ class EventWriter:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self.finished = last
+        self._writing = task = asyncio.current_task()
+        assert task is not None, "written by a task"
+        cancelling = task.cancelling()
+        loop = task.get_loop()
+        self._write_began_s = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(self._stall_timeout_s, self._look)
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-        except TimeoutError:
-            raise ReaderStalled from None
+            await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        except asyncio.CancelledError:
+            if self._stalled and task.uncancel() <= cancelling:
+                raise ReaderStalled from None
+            raise
+        finally:
+            self._writing = None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._writing is None:
+            return
+        loop = self._writing.get_loop()
+        ends_s = self._write_began_s + self._stall_timeout_s
+        if loop.time() >= ends_s:
+            self._stalled = True
+            self._writing.cancel()
+        else:
+            self._timer = loop.call_at(ends_s, self._look)
 
 
 class EventStream:
@@ -88,6 +121,12 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = EventWriter(send, self._stall_timeout_s)
+        try:
+            await self._write_all(writer, receive)
+        finally:
+            writer.close()
+
+    async def _write_all(self, writer: EventWriter, receive: Receive) -> None:
         try:
             await unless_disconnected(receive, self._produce(writer))
         except ReaderStalled:
@@ -130,3 +169,5 @@ class ByteStream:
             if not writer.started:
                 raise
             logger.warning("a response was cut short: %s", error.message)
+        finally:
+            writer.close()

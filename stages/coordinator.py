@@ -85,8 +85,8 @@ class Coordinator:
         try:
             self._require_path(request)
             self._start(request)
-            while not request.complete or not request.events.empty():
-                event = await request.events.get()
+            while not request.complete or request.events:
+                event = await request.events.next()
                 if isinstance(event, OmnistageError):
                     raise event
                 yield event
@@ -104,7 +104,7 @@ class Coordinator:
             self._send(request.current.path[0], StopSample(request.current.id, sample))
         self._text_may_have_ended(request)
         if request.complete:
-            request.events.put_nowait(Generated(request_id=request_id, deltas=()))
+            request.events.put(Generated(request_id=request_id, deltas=()))
 
     def num_requests(self) -> int:
         return len(self._requests)
@@ -262,7 +262,7 @@ class Coordinator:
 
     def _fail(self, request: InFlight, error: OmnistageError) -> None:
         error.request_id = request.id
-        request.events.put_nowait(error)
+        request.events.put(error)
 
     def _generated(self, attempt: Attempt, message: Generated) -> None:
         request = attempt.request
@@ -274,7 +274,7 @@ class Coordinator:
         request.cached_tokens_told |= cached is not None
         if deltas or request.complete or cached is not None:
             given = Generated(request_id=request.id, deltas=deltas, num_cached_tokens=cached)
-            request.events.put_nowait(given)
+            request.events.put(given)
         self._text_may_have_ended(request)
 
     def _text_may_have_ended(self, request: InFlight) -> None:
@@ -286,7 +286,7 @@ class Coordinator:
         assert request.speech is not None, f"{request.id}: audio for a request without speech"
         request.speech.received(message)
         if not self._reject_muteness(request):
-            request.events.put_nowait(message)
+            request.events.put(message)
 
     def _reject_muteness(self, request: InFlight) -> bool:
         """Once both have ended: a text of which not one sample came is an error, an empty text is not."""

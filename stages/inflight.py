@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +35,39 @@ class MediaHandle(Protocol):
         ...
 
 
+class RequestEvents:
+    """What a request's stages have said and its client has not been told. A reader that fell behind gets the
+    tokens of all steps since at once, so that a busy front process writes less often, not later."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Generated | Audio | OmnistageError] = deque()
+        self._arrived = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, event: Generated | Audio | OmnistageError) -> None:
+        self._waiting.append(event)
+        self._arrived.set()
+
+    async def next(self) -> Generated | Audio | OmnistageError:
+        """One reader at a time."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._waiting.popleft()
+        if not isinstance(event, Generated):
+            return event
+        deltas, cached = event.deltas, event.num_cached_tokens
+        while self._waiting and isinstance(more := self._waiting[0], Generated):
+            self._waiting.popleft()
+            deltas += more.deltas
+            cached = more.num_cached_tokens if cached is None else cached
+        if deltas is event.deltas:
+            return event
+        return Generated(request_id=event.request_id, deltas=deltas, num_cached_tokens=cached)
+
+
 @dataclass(eq=False)
 class InFlight:
     """A request, from its start to the last acknowledgement of its last attempt.
@@ -48,7 +82,7 @@ class InFlight:
     sent: dict[int, list[int]] = field(default_factory=dict)  # sample → tokens handed to the client
     stop_token: int | None = None  # the last of `sent` of a spoken answer that ended by it
     cached_tokens_told: bool = False
-    events: asyncio.Queue[Generated | Audio | OmnistageError] = field(default_factory=asyncio.Queue)
+    events: RequestEvents = field(default_factory=lambda: RequestEvents())
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     attempts: list[Attempt] = field(default_factory=list)  # the current one is the last; others are ending
     num_attempts: int = 0

@@ -89,21 +89,15 @@ class OmniService:
 
     # --- generation -------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """See `stages.service.Service.generate`."""
         request_id = f"req-{uuid.uuid4().hex}"
-        events = self._bounded(request_id, request.timeout_s, self._generate(request_id, request))
-        async with contextlib.aclosing(events):
-            async for event in events:
-                yield event
+        return self._bounded(request_id, request.timeout_s, self._generate(request_id, request))
 
-    async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
+    def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptionEvent, None]:
         """See `stages.service.Service.transcribe`."""
         request_id = f"req-{uuid.uuid4().hex}"
-        events = self._bounded(request_id, request.timeout_s, self._transcribe(request_id, request))
-        async with contextlib.aclosing(events):
-            async for event in events:
-                yield event
+        return self._bounded(request_id, request.timeout_s, self._transcribe(request_id, request))
 
     async def _bounded(
         self, request_id: str, timeout_s: float | None, events: AsyncGenerator[EventT, None]
@@ -115,19 +109,15 @@ class OmniService:
         self._num_open += 1
         refused = False
         timeout_s = timeout_s or self._deployment.server.request_timeout_s
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         try:
             async with contextlib.aclosing(events):
-                while True:
-                    try:
-                        async with asyncio.timeout_at(deadline):
-                            event = await anext(events, None)
-                    except TimeoutError:
-                        message = f"the request took longer than {timeout_s:g} s"
-                        raise RequestTimeout(message, request_id=request_id) from None
-                    if event is None:
-                        return
-                    yield event
+                if timeout_s is None:
+                    async for event in events:
+                        yield event
+                    return
+                deadline = asyncio.get_running_loop().time() + timeout_s
+                while (timed := await _next_before(deadline, events, request_id, timeout_s)) is not None:
+                    yield timed
         except TooManyRequests:
             refused = True
             raise
@@ -415,3 +405,14 @@ def _media_tokens(prompt: Prompt) -> dict[str, int]:
 
 def _num_chars(conversation: Conversation) -> int:
     return sum(len(p.text) for m in conversation.messages for p in m.parts if isinstance(p, TextPart))
+
+
+async def _next_before(
+    deadline: float, events: AsyncGenerator[EventT, None], request_id: str, timeout_s: float
+) -> EventT | None:
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await anext(events, None)
+    except TimeoutError:
+        message = f"the request took longer than {timeout_s:g} s"
+        raise RequestTimeout(message, request_id=request_id) from None

@@ -115,7 +115,10 @@ def test_a_text_request_touches_only_the_entry_stage() -> None:
         task = graph.start()
         await settle()
         graph.coordinator.dispatch([tokens(), tokens(finish=True)])
-        assert len(await task) == 2
+        assert [delta for part in await task for delta in part.deltas] == [
+            *tokens().deltas,
+            *tokens(finish=True).deltas,
+        ]
         assert [(s, type(m)) for s, m in graph.sent] == [("thinker", Generate)]
         assert graph.coordinator.num_requests() == 0
 
