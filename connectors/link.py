@@ -73,7 +73,9 @@ class Link:
 
     def wait(self) -> None:
         """Blocks until something came, or CONNECT_TIMEOUT_S; for before there is a loop."""
-        select.select([self._stream], [], [], CONNECT_TIMEOUT_S)
+        poller = select.poll()  # unlike select(), for descriptors of any number
+        poller.register(self._stream, select.POLLIN)
+        poller.poll(CONNECT_TIMEOUT_S * 1000)
 
     def watch(self, heard: Callable[[], None]) -> None:
         """Calls `heard` on the running loop whenever something came. Idempotent; one loop at a time."""

@@ -157,6 +157,8 @@ class NixlEdge:
     def _attach(self, link: Link, message: Attach) -> bool:
         if not same_token(self._description.token, message.token) or message.end in self._ends:
             return False
+        if message.end in self._dead:  # it died since the last reset: perhaps before anybody saw it there
+            self._begin_next()
         self._strangers.discard(link)
         self._ends[message.end] = _Attached(link, message.port)
         tell(link, Begin(self._epoch))

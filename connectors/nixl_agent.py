@@ -10,6 +10,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -78,11 +79,17 @@ def _open_agent(name: str) -> tuple[_Agent, tuple[type[Exception], ...]]:
     config = nixl_cu13.nixl_agent_config(enable_prog_thread=False)
     kinds = (
         bindings.nixlBackendError,
-        bindings.nixlRemoteDisconnectError,
-        bindings.nixlNotFoundError,
-        bindings.nixlInvalidParamError,
-        bindings.nixlUnknownError,
         bindings.nixlCancelledError,
+        bindings.nixlInvalidParamError,
+        bindings.nixlMismatchError,
+        bindings.nixlNotAllowedError,
+        bindings.nixlNotFoundError,
+        bindings.nixlNotPostedError,
+        bindings.nixlNotSupportedError,
+        bindings.nixlRemoteDisconnectError,
+        bindings.nixlRepostActiveError,
+        bindings.nixlUnknownError,
+        RuntimeError,  # what its C++ throws otherwise
     )
     agent: _Agent = nixl_cu13.nixl_agent(name, config)
     return agent, kinds
@@ -101,6 +108,7 @@ class NixlDriver:
         self._reads: list[_Read] = []
         self._serving = 0
         self._kept: list[Registration] = []
+        self._met: Counter[str] = Counter()  # peer → edges from it; the agent's thread's
         self._agent, self._errors = _open_agent(self.name)
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
@@ -123,13 +131,28 @@ class NixlDriver:
         else:
             self._post(lambda: self._agent.deregister_memory(registration.handle))
 
-    def meet(self, metadata: bytes) -> None:
-        """Makes a peer's registered memory known."""
-        self._post(lambda: self._agent.add_remote_agent(metadata))
+    def meet(self, peer: str, metadata: bytes) -> None:
+        """Makes a peer's registered memory known. Each call is answered by one `part`."""
+        if peer == self.name:
+            return
+
+        def meet() -> None:
+            self._met[peer] += 1
+            self._agent.add_remote_agent(metadata)
+
+        self._post(meet)
 
     def part(self, peer: str) -> None:
-        if peer != self.name:
-            self._post(lambda: self._agent.remove_remote_agent(peer))
+        if peer == self.name:
+            return
+
+        def part() -> None:
+            self._met[peer] -= 1
+            if not self._met[peer]:
+                del self._met[peer]
+                self._agent.remove_remote_agent(peer)
+
+        self._post(part)
 
     def read(self, peer: str, source: int, target: int, nbytes: int, done: Callable[[bool], None]) -> None:
         """Copies the peer's memory at `source` to ours at `target`; `done(ok)` is called on the agent's

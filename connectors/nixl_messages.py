@@ -13,6 +13,7 @@ from contracts.errors import EngineError
 End = Literal["sender", "receiver"]
 FIRST_EPOCH = 1
 GREETING_BYTES = 1 << 20  # no frame of a stranger is longer
+GRACE_S = 10.0  # a broken link without the parent's word for it means that the network broke
 
 
 class NixlDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):

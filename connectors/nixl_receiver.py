@@ -17,6 +17,7 @@ from connectors import wire
 from connectors.link import Link
 from connectors.nixl_agent import NixlDriver, process_driver
 from connectors.nixl_messages import (
+    GRACE_S,
     GREETING_BYTES,
     Announce,
     Begin,
@@ -41,7 +42,6 @@ from contracts.chunks import Chunk
 from contracts.errors import EngineError, PeerLost
 
 MAX_STRANGERS = 16
-GRACE_S = 10.0  # a broken link without the parent's word for it means that the network broke
 
 
 class _Pool:
@@ -122,7 +122,6 @@ class NixlReceiver:
         while True:
             if self._closed:
                 raise PeerLost(f"edge {self._description.name} is closed")
-            self._watch()  # before the look: what comes after it is heard
             self._news.clear()
             self._follow()
             if (arrival := self._first_ready()) is not None:
@@ -135,7 +134,8 @@ class NixlReceiver:
     async def renewed(self) -> None:
         lost = self._epoch
         while self._epoch == lost:
-            self._watch()
+            if self._closed:
+                raise PeerLost(f"edge {self._description.name} is closed")
             self._news.clear()
             self._follow()
             if self._epoch == lost:
@@ -154,6 +154,7 @@ class NixlReceiver:
         if self._closed:
             return
         self._follow()
+        self._news.set()  # a `receive` may wait for what this look took in
         for slot, arrival in list(self._queue.items()):
             if arrival.announced.request_id == request_id:
                 self._drop(slot)
@@ -191,16 +192,17 @@ class NixlReceiver:
                 self._landed.popleft()[0].drop_user()
         else:
             self._follow()
-            self._watch()
             self._news.set()
 
     def _follow(self) -> None:
+        """Watches at its end: that hears of whatever is not taken in here, over a link that is new, too."""
         self._obey(from_parent(self._parent))
         self._meet_strangers()
         if self._link is not None:
             self._attend(self._link)
         while self._landed:
             self._land(*self._landed.popleft())
+        self._watch()
 
     def _obey(self, messages: Sequence[FromParent]) -> None:
         for message in messages:
@@ -262,8 +264,7 @@ class NixlReceiver:
         if first.epoch != self._epoch or self._link is not None:
             return False
         self._peer, self._pool_address = first.agent, first.pool_address
-        if first.agent != self._driver.name:
-            self._driver.meet(first.metadata)
+        self._driver.meet(first.agent, first.metadata)
         return True
 
     def _attend(self, link: Link) -> None:

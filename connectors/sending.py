@@ -73,7 +73,7 @@ class CreditedSender(ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Takes notice of resets (`_restart`) and of returned slots (`_take_back`)."""
+        """Takes notice of resets (`_restart`) and of returned slots (`_take_back`). Call `_look`."""
 
     def _foretell(self, chunk: Chunk) -> None:
         """May tell a receiver that sleeps that a chunk is coming, before it is packed."""
@@ -100,7 +100,7 @@ class CreditedSender(ABC):
     async def send(self, chunk: Chunk) -> None:
         """The tensors are copied before it returns. EngineError for a chunk larger than the whole pool."""
         if not self._closed:
-            self._follow()
+            self._look()
             self._foretell(chunk)
         packed = self._pack(chunk)
         if packed.size > max(self._room.inline_bytes, self._room.pool_bytes):
@@ -118,7 +118,7 @@ class CreditedSender(ABC):
         self._forget_streams(request_id)
         if self._closed:
             return
-        self._follow()
+        self._look()
         slots = []
         for slot, sent in self._in_use.items():
             if sent.request_id == request_id and not sent.cancelled:
@@ -204,7 +204,6 @@ class CreditedSender(ABC):
         try:
             while not self._is_served(waiting, chunk, packed):
                 await waiting.event.wait()
-                waiting.event.clear()
         finally:
             self._waiting.remove(waiting)
             if self._waiting:
@@ -214,7 +213,8 @@ class CreditedSender(ABC):
     def _is_served(self, waiting: _Waiting, chunk: Chunk, packed: Packed) -> bool:
         if not self._closed:
             self._watch()  # before the look at the peer: what comes after it is heard
-            self._follow()
+            self._look()
+        waiting.event.clear()  # what came until now shows below
         if waiting.epoch != self._epoch:
             raise PeerLost(
                 f"edge {self._room.name} was reset while a chunk waited", request_id=chunk.request_id
@@ -224,11 +224,19 @@ class CreditedSender(ABC):
             return False
         return self._try_send(chunk, packed)
 
+    def _look(self) -> None:
+        """Whoever looks, for a send or for a cancellation, takes in what the line waits for: it must be
+        told."""
+        self._follow()
+        self._wake_line()
+
     def _wake_line(self) -> None:
         """What was heard may let the first go, or none ever again."""
+        if not self._waiting:
+            return
         if self._is_gone():
             self._wake_all()
-        elif self._waiting:
+        else:
             self._waiting[0].event.set()
 
     def _wake_all(self) -> None:

@@ -45,10 +45,8 @@ class ShmSender(CreditedSender):
 
     def _heard(self) -> None:
         self._bell.answer()
-        self._follow()
-        if self._waiting:
-            self._wake_line()
-        else:
+        self._look()
+        if not self._waiting:
             self._ring.say(Word.SENDER_WAITS, 0)
             self._bell.unwatch()
 

@@ -170,6 +170,41 @@ def test_sender_cancel_ends_a_waiting_send_and_drops_later_ones(pair: Factory) -
     run(main())
 
 
+def test_a_cancel_that_takes_in_a_chunk_wakes_who_waits_for_it(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(2)
+        await sender.send(chunk("a", 0))
+        receiver.release(await receiver.receive())
+        receiving = asyncio.create_task(receiver.receive())
+        await settle()
+        await sender.send(chunk("b", 0))
+        receiver.cancel("other")  # before the loop has looked
+        assert (await receiving).request_id == "b"
+
+    run(main())
+
+
+@pytest.mark.parametrize("taker", ["cancel", "send"])
+def test_whoever_takes_in_a_credit_wakes_who_waits_for_it(pair: Factory, taker: str) -> None:
+    async def main() -> None:
+        sender, receiver = pair(1)
+        await sender.send(chunk("a", 0))
+        got = await receiver.receive()
+        waiting = asyncio.create_task(sender.send(chunk("b", 0)))
+        await settle()
+        receiver.release(got)
+        sends = [waiting]
+        if taker == "cancel":
+            sender.cancel("other")  # before the loop has looked
+        else:
+            sends.append(asyncio.create_task(sender.send(chunk("c", 0))))
+        for _ in sends:
+            receiver.release(await receiver.receive())
+        await asyncio.gather(*sends)
+
+    run(main())
+
+
 def test_a_gap_in_a_stream_is_an_error(pair: Factory) -> None:
     async def main() -> None:
         sender, _ = pair(4)
