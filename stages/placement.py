@@ -10,12 +10,30 @@ from stages.deployment import Connector, Deployment, DeploymentError, EdgeConfig
 
 def group_stages(deployment: Deployment, workers: str) -> tuple[WorkerConfig, ...]:
     """Which stages share a process. None: all of them run in the front process. `workers` as in
-    ServeOptions."""
+    ServeOptions; "file" without [[worker]] groups keeps the front process apart from stages on GPUs."""
     if workers == "one":
         return _in_this_process(deployment)
     if workers == "per-stage":
         return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in deployment.placed)
-    return deployment.workers or _in_this_process(deployment)
+    if deployment.workers:
+        return deployment.workers
+    return _one_per_gpu(deployment) or _in_this_process(deployment)
+
+
+def _one_per_gpu(deployment: Deployment) -> tuple[WorkerConfig, ...]:
+    """A worker for each GPU and one for the stages beside them on the CPU; none when no stage is on a GPU.
+
+    Launching kernels and writing tokens to clients would share one interpreter. Two processes on one GPU
+    would take turns at it, where the streams of one process run side by side.
+    """
+    on: dict[str, list[str]] = {}
+    for stage, placed in deployment.placed.items():
+        on.setdefault("+".join(dict.fromkeys(placed.device_list)), []).append(stage)
+    if not any(devices.startswith("cuda") for devices in on):
+        return ()
+    return tuple(
+        WorkerConfig(name=devices.replace(":", ""), stages=tuple(stages)) for devices, stages in on.items()
+    )
 
 
 def _in_this_process(deployment: Deployment) -> tuple[WorkerConfig, ...]:

@@ -48,6 +48,23 @@ def test_the_connector_of_an_edge(
 
 
 @pytest.mark.parametrize(
+    ("devices", "groups"),
+    [
+        (("cpu", "cpu"), {}),
+        (("cuda:0", "cuda:0"), {"cuda0": ("vision", "thinker")}),
+        (("cuda:0", "cuda:1"), {"cuda0": ("vision",), "cuda1": ("thinker",)}),
+        (("cpu", "cuda:0"), {"cpu": ("vision",), "cuda0": ("thinker",)}),
+    ],
+)
+def test_stages_on_gpus_are_apart_from_the_front_process(
+    devices: tuple[str, str], groups: dict[str, tuple[str, ...]]
+) -> None:
+    deployment = deployment_of(*devices)
+    assert {group.name: group.stages for group in group_stages(deployment, "file")} == groups
+    assert group_stages(deployment, "one") == ()
+
+
+@pytest.mark.parametrize(
     ("connector", "message"),
     [
         ("inproc", r"edge vision->thinker.connector: 'inproc' wants both stages in one worker"),
