@@ -9,17 +9,6 @@
 
 enum { TILE_KEYS = 64, MAX_TILE_ROWS = 48, MAX_HEAD = 256, IN_PLACE_ROWS = 8 };
 
-struct attention { /* mirrored in library.py; strides count elements */
-    const void *q, *k, *v; /* rows of heads * head_size */
-    void *out, *keys, *values; /* out: contiguous; caches: [blocks, block_size, kv_heads, head_size] */
-    const int32_t *query_starts, *lengths, *blocks;
-    const int64_t *slots;
-    int64_t q_stride, k_stride, v_stride, blocks_stride;
-    int64_t tokens, sequences, heads, kv_heads, head_size, block_size;
-    int32_t dtype, cache_dtype;
-    float scale;
-};
-
 struct task {
     int32_t sequence, first_query; /* within the sequence's queries of this step */
     int32_t group, num_groups;     /* KV heads */
@@ -222,8 +211,8 @@ static void add_values(struct tile *tile, int64_t padded) {
     for (int64_t i = 0; i < tile->width; i += PANEL) {
         const float *v = tile->v + i * TILE_KEYS;
         for (int64_t r = 0; r < tile->rows; r += TILE_ROWS)
-            tile_multiply(min64(TILE_ROWS, tile->rows - r), tile->scores + r * TILE_KEYS, TILE_KEYS, v, F32, padded,
-                          tile->out + i * tile->rows + r * PANEL, 1, (const char *)v, 0);
+            tile_multiply(min64(TILE_ROWS, tile->rows - r), tile->scores + r * TILE_KEYS, TILE_KEYS, v, padded,
+                          tile->out + i * tile->rows + r * PANEL);
     }
 }
 

@@ -73,17 +73,44 @@ def _prepare(
     q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv: PagedKV, metadata: AttentionMetadata
 ) -> _Prepared:
     num_tokens, num_heads, head_dim = q_TND.shape
-    num_kv_heads = k_TGD.shape[1]
+    call = describe_attention(num_tokens, num_heads, head_dim, dtype_code(q_TND), kv, metadata)
+    assert k_TGD.shape[1:] == kv.keys.shape[3:]
+    return _Prepared(
+        metadata,
+        kv,
+        q_TND.shape,
+        k_TGD.shape,
+        q_TND.dtype,
+        kv.keys.data_ptr(),
+        kv.values.data_ptr(),
+        layer_bytes(kv),
+        call,
+        ctypes.addressof(call),
+    )
+
+
+def layer_bytes(kv: PagedKV) -> int:
+    """From one layer's keys to the next one's."""
+    return kv.keys.stride(0) * kv.keys.dtype.itemsize
+
+
+def describe_attention(
+    num_tokens: int, num_heads: int, head_dim: int, dtype: int, kv: PagedKV, metadata: AttentionMetadata
+) -> CAttention:
+    """All but q, k, v and out, with the first layer's cache. Points into `kv` and `metadata`: keep both."""
+    num_kv_heads = kv.keys.shape[3]
     assert head_dim <= MAX_HEAD_DIM
     assert num_heads % num_kv_heads == 0
     assert num_heads // num_kv_heads <= MAX_QUERIES_PER_KV_HEAD
     assert kv.keys.shape == kv.values.shape
     assert kv.keys.dtype == kv.values.dtype
-    assert kv.keys.shape[3:] == (num_kv_heads, head_dim)
+    assert kv.keys.shape[4] == head_dim
     assert kv.keys.is_contiguous()
     assert kv.values.is_contiguous()
     _check_metadata(metadata, num_tokens)
-    call = CAttention(
+    return CAttention(
+        keys=kv.keys.data_ptr(),
+        values=kv.values.data_ptr(),
         query_starts=metadata.query_starts.data_ptr(),
         lengths=metadata.sequence_lengths.data_ptr(),
         blocks=metadata.block_tables.data_ptr(),
@@ -95,21 +122,9 @@ def _prepare(
         kv_heads=num_kv_heads,
         head_size=head_dim,
         block_size=kv.block_size,
-        dtype=dtype_code(q_TND),
+        dtype=dtype,
         cache_dtype=dtype_code(kv.keys),
         scale=head_dim**-0.5,
-    )
-    return _Prepared(
-        metadata,
-        kv,
-        q_TND.shape,
-        k_TGD.shape,
-        q_TND.dtype,
-        kv.keys.data_ptr(),
-        kv.values.data_ptr(),
-        kv.keys.stride(0) * kv.keys.dtype.itemsize,
-        call,
-        ctypes.addressof(call),
     )
 
 

@@ -62,6 +62,27 @@ EXPORT void rms_norm(const void *x, int64_t ldx, void *residual, const void *wei
     run_tasks(threads_for(rows * width, threads), ceil_div(rows, span), norm_rows, &job);
 }
 
+struct addition {
+    const void *x;
+    void *residual;
+    int64_t rows, width, rows_per_task;
+    enum dtype dtype;
+};
+
+static void add_span(const void *context, int64_t task) {
+    const struct addition *job = context;
+    const int64_t end = min64((task + 1) * job->rows_per_task, job->rows);
+    for (int64_t r = task * job->rows_per_task; r < end; r++)
+        add_row(job->x, r * job->width, job->residual, r * job->width, job->dtype, job->width);
+}
+
+/* residual += x, both contiguous. */
+void add_rows(const void *x, void *residual, int32_t dtype, int64_t rows, int64_t width, int32_t threads) {
+    const int64_t span = rows_per_task(rows, threads);
+    const struct addition job = {x, residual, rows, width, span, dtype};
+    run_tasks(threads_for(rows * width, threads), ceil_div(rows, span), add_span, &job);
+}
+
 /* exp of the negative magnitude never overflows: sigmoid(x) = 1 / (1 + e) for x >= 0, else e / (1 + e). */
 INLINE f32x8 silu8(f32x8 x) {
     f32x8 e = exp8((f32x8)((i32x8)x | INT32_MIN));
@@ -100,14 +121,6 @@ EXPORT void silu_mul(const void *x, int64_t ldx, void *y, int64_t ldy, int32_t d
     const struct silu_mul job = {x, y, ldx, ldy, rows, width, span, dtype};
     run_tasks(threads_for(rows * width, threads), ceil_div(rows, span), silu_rows, &job);
 }
-
-struct rope { /* mirrored in library.py */
-    const float *cos, *sin; /* [rows, half] contiguous */
-    const void *query_weight, *key_weight; /* [2 * half] or NULL: no norm before the rotation */
-    int64_t query_heads, key_heads, half;
-    int32_t weight_dtype;
-    float eps;
-};
 
 INLINE void rotate_head(const struct rope *rope, void *x, enum dtype dtype, int64_t at, const void *weight,
                         const float *cos, const float *sin) {

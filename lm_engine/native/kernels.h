@@ -101,12 +101,51 @@ typedef void task_function(const void *context, int64_t task);
 void run_tasks(int32_t threads, int64_t count, task_function *run, const void *context);
 
 /* acc[r][c] (rows of 16) += sum over k of x[r * ldx + k] * w[k][c], added in the order of k, whatever the number of
- * rows: a row's result never depends on the rows beside it. `rows` <= TILE_ROWS.
- * `ahead`: memory that will be read soon, touched at `ahead_step` bytes each 2 k. */
+ * rows: a row's result never depends on the rows beside it. `rows` <= TILE_ROWS. */
 #define TILE_ROWS 6
-void tile_multiply(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, int64_t k, float *acc,
-                   int accumulate, const char *ahead, int64_t ahead_step);
+void tile_multiply(int rows, const float *x, int64_t ldx, const float *w, int64_t k, float *acc);
 
+/* The same with the rows' values side by side, x[k][rows], so that one pointer walks them all; from zero unless
+ * `accumulate`. `ahead`: memory that will be read soon, touched at `ahead_step` bytes each 2 k. */
+void tile_multiply_packed(int rows, const float *x, const void *w, enum dtype w_dtype, int64_t k, float *acc,
+                          int accumulate, const char *ahead, int64_t ahead_step);
+
+/* --- What the binding describes (mirrored in library.py), and the kernels on it. --- */
+struct linear {
+    const void *panels; /* [ceil(outputs / 16)][inputs][16], padded with zeros */
+    const float *bias;  /* [outputs] or NULL */
+    int64_t inputs, outputs;
+    int32_t dtype;
+};
+
+struct rope {
+    const float *cos, *sin;                /* [rows, half] contiguous */
+    const void *query_weight, *key_weight; /* [2 * half] or NULL: no norm before the rotation */
+    int64_t query_heads, key_heads, half;
+    int32_t weight_dtype;
+    float eps;
+};
+
+struct attention { /* strides count elements */
+    const void *q, *k, *v; /* rows of heads * head_size */
+    void *out, *keys, *values; /* out: contiguous; caches: [blocks, block_size, kv_heads, head_size] */
+    const int32_t *query_starts, *lengths, *blocks;
+    const int64_t *slots;
+    int64_t q_stride, k_stride, v_stride, blocks_stride;
+    int64_t tokens, sequences, heads, kv_heads, head_size, block_size;
+    int32_t dtype, cache_dtype;
+    float scale;
+};
+
+int32_t linear_forward(const struct linear *linear, const void *x, int32_t x_dtype, int64_t ldx, void *y,
+                       int32_t y_dtype, int64_t ldy, int64_t rows, int32_t threads);
+void rms_norm(const void *x, int64_t ldx, void *residual, const void *weight, int32_t weight_dtype, float eps,
+              void *y, int64_t ldy, int32_t dtype, int64_t rows, int64_t width, int32_t threads);
+void add_rows(const void *x, void *residual, int32_t dtype, int64_t rows, int64_t width, int32_t threads);
+void silu_mul(const void *x, int64_t ldx, void *y, int64_t ldy, int32_t dtype, int64_t rows, int64_t width,
+              int32_t threads);
+void rope_heads(const struct rope *rope, void *x, int64_t ldx, int32_t dtype, int64_t rows, int32_t threads);
+int32_t attend(const struct attention *a, int32_t threads);
 
 /* Work on few elements stays with the caller: a helper would cost more than it saves. */
 INLINE int32_t threads_for(int64_t elements, int32_t threads) { return elements <= 16 * 1024 ? 1 : threads; }

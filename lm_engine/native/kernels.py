@@ -15,6 +15,7 @@ from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShap
 from lm_engine.layers.mlp import sliced_experts
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.native.attention import NativeAttention
+from lm_engine.native.fused import NativePass
 from lm_engine.native.library import CRope, dtype_code
 from lm_engine.native.linear import NativeLinear
 
@@ -28,7 +29,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.attention: AttentionBackend = NativeAttention(library)
-        self.fused_pass: FusedPass | None = None
+        self.fused_pass: FusedPass | None = NativePass(library, self)
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """float32 whatever the weights: without bfloat16 arithmetic it costs nothing, and rounds six times

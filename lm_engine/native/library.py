@@ -59,6 +59,28 @@ class CAttention(ctypes.Structure):
     )
 
 
+class CLayer(ctypes.Structure):
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("qkv", "output", "gate_up", "down"),
+            *("input_norm", "post_norm", "query_norm", "key_norm"),
+        )
+    )
+
+
+class CPass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "residual")),
+        *((name, c_void_p) for name in ("normed", "qkv", "attended", "gate_up", "gated", "mixed")),
+        *((name, c_int64) for name in ("num_layers", "rows", "hidden", "intermediate", "layer_bytes")),
+        ("rope", CRope),
+        ("attention", CAttention),
+        ("norm_dtype", c_int32),
+        ("eps", c_float),
+    )
+
+
 _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pack_linear": (None, (_P, _L, _P, _I, _L, _L, _I)),
@@ -68,6 +90,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "silu_mul": (None, (_P, _L, _P, _L, _I, _L, _L, _I)),
     "rope_heads": (None, (_P, _P, _L, _I, _L, _I)),
     "attend": (_I, (_P, _I)),
+    "decoder_pass": (_I, (_P, _I)),
 }
 
 

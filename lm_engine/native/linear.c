@@ -6,13 +6,6 @@
 
 enum { MAX_BLOCK_ROWS = 192, BLOCK_BYTES = 256 * 1024, TASKS_PER_THREAD = 8 };
 
-struct linear { /* mirrored in library.py */
-    const void *panels; /* [ceil(outputs / 16)][inputs][16], padded with zeros */
-    const float *bias;  /* [outputs] or NULL */
-    int64_t inputs, outputs;
-    int32_t dtype;
-};
-
 /* Column c of a panel row: bfloat16 panels interleave columns j and j + 8 so that one load gives both vectors. */
 INLINE int panel_column(enum dtype dtype, int c) {
     return dtype == F32 ? c : (c < 8 ? 2 * c : 2 * (c - 8) + 1);
@@ -83,10 +76,11 @@ EXPORT int64_t gather_rows(const struct linear *linear, const int64_t *ids, int6
 
 struct product {
     const struct linear *linear;
-    const float *x;
+    const void *x; /* rows of ldx */
+    float *packed; /* the same tile by tile, a tile [inputs][its rows] */
     void *y;
     int64_t ldx, ldy, rows, block_rows, block_inputs, panels_per_task;
-    enum dtype y_dtype;
+    enum dtype x_dtype, y_dtype;
 };
 
 static void store_panel(const struct product *job, int64_t row, int64_t rows, int64_t column, const float *acc) {
@@ -118,11 +112,11 @@ static void multiply_panel(const struct product *job, int64_t row, int64_t rows,
         const int64_t k = min64(job->block_inputs, inputs - begin);
         const void *w = offset(linear->panels, linear->dtype, (panel * inputs + begin) * PANEL);
         const char *ahead = (const char *)w + (tiles == 1 ? 4096 : line_step / 2 * k);
-        const int64_t ahead_step = tiles <= 4 ? line_step / tiles : 0;
+        const int64_t ahead_step = line_step / tiles;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = tile * rows / tiles, last = (tile + 1) * rows / tiles;
-            tile_multiply(last - first, job->x + (row + first) * job->ldx + begin, job->ldx, w, linear->dtype, k,
-                          acc + first * PANEL, begin > 0, ahead, ahead_step);
+            const float *x = job->packed + (row + first) * inputs + begin * (last - first);
+            tile_multiply_packed(last - first, x, w, linear->dtype, k, acc + first * PANEL, begin > 0, ahead, ahead_step);
             ahead += k / 2 * ahead_step;
         }
     }
@@ -141,24 +135,30 @@ static void plan_blocks(struct product *job, int32_t threads) {
     job->block_rows = ceil_div(job->rows, ceil_div(job->rows, rows));
     if (job->block_rows <= TILE_ROWS) job->block_inputs = linear->inputs;
     else if (job->block_rows <= 4 * TILE_ROWS) job->block_inputs = 192;
-    else job->block_inputs = linear->dtype == F32 ? 256 : 512;
+    else job->block_inputs = linear->dtype == F32 ? 128 : 256;
 }
 
-struct widening {
-    const void *x;
-    float *target;
-    int64_t ldx, rows, inputs, rows_per_task;
-    enum dtype dtype;
-};
+INLINE void pack_tile(const struct product *job, int64_t row, int64_t rows) {
+    const int64_t inputs = job->linear->inputs;
+    float *target = job->packed + row * inputs;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < inputs; i++)
+            target[i * rows + r] = load_one(job->x, job->x_dtype, (row + r) * job->ldx + i);
+}
 
-static void widen_rows(const void *context, int64_t task) {
-    const struct widening *job = context;
-    const int64_t inputs = job->inputs, end = min64((task + 1) * job->rows_per_task, job->rows);
-    for (int64_t r = task * job->rows_per_task; r < end; r++) {
-        float *target = job->target + r * inputs;
-        int64_t i = 0;
-        for (; i + 8 <= inputs; i += 8) *(f32x8 *)(target + i) = load8(job->x, job->dtype, r * job->ldx + i);
-        for (; i < inputs; i++) target[i] = load_one(job->x, job->dtype, r * job->ldx + i);
+/* One block of rows, in the tiles that multiply_panel takes. */
+static void pack_block(const void *context, int64_t block) {
+    const struct product *job = context;
+    const int64_t row = block * job->block_rows, rows = min64(job->block_rows, job->rows - row);
+    const int64_t tiles = ceil_div(rows, TILE_ROWS);
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t first = tile * rows / tiles, last = (tile + 1) * rows / tiles;
+        switch (last - first) { /* a constant number of rows lets the compiler transpose in registers */
+            case 4: pack_tile(job, row + first, 4); break;
+            case 5: pack_tile(job, row + first, 5); break;
+            case 6: pack_tile(job, row + first, 6); break;
+            default: pack_tile(job, row + first, last - first);
+        }
     }
 }
 
@@ -175,19 +175,19 @@ static void multiply_span(const void *context, int64_t task) {
 EXPORT int32_t linear_forward(const struct linear *linear, const void *x, int32_t x_dtype, int64_t ldx, void *y,
                               int32_t y_dtype, int64_t ldy, int64_t rows, int32_t threads) {
     if (rows == 0) return 0;
-    struct product job = {.linear = linear, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .rows = rows, .y_dtype = y_dtype};
-    const int64_t inputs = linear->inputs;
-    if (x_dtype != F32) {
-        float *wide = scratch(SCRATCH_ACTIVATIONS, rows * inputs * sizeof(float));
-        if (!wide) return 1;
-        const int64_t span = rows_per_task(rows, threads);
-        const struct widening widening = {x, wide, ldx, rows, inputs, span, x_dtype};
-        run_tasks(threads_for(rows * inputs, threads), ceil_div(rows, span), widen_rows, &widening);
-        job.x = wide;
-        job.ldx = inputs;
-    }
+    struct product job = {.linear = linear, .x = x, .x_dtype = x_dtype, .y = y, .y_dtype = y_dtype};
+    job.ldx = ldx;
+    job.ldy = ldy;
+    job.rows = rows;
     plan_blocks(&job, threads);
-    const int64_t panels = num_panels(linear), blocks = ceil_div(rows, job.block_rows);
+    const int64_t inputs = linear->inputs, panels = num_panels(linear), blocks = ceil_div(rows, job.block_rows);
+    if (rows == 1 && x_dtype == F32) {
+        job.packed = (float *)x; /* is packed; only read */
+    } else {
+        job.packed = scratch(SCRATCH_ACTIVATIONS, rows * inputs * sizeof(float));
+        if (!job.packed) return 1;
+        run_tasks(threads_for(rows * inputs, threads), blocks, pack_block, &job);
+    }
     job.panels_per_task = max64(1, panels * blocks / (threads * TASKS_PER_THREAD));
     run_tasks(threads, blocks * ceil_div(panels, job.panels_per_task), multiply_span, &job);
     return 0;

@@ -39,7 +39,7 @@ class NativeLinear:
             self.out_features,
             dtype_code(weight_OI),
         )
-        self._address = ctypes.addressof(self._descriptor)
+        self.address = ctypes.addressof(self._descriptor)  # of what the C library knows of it
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         assert x_TI.shape[-1] == self.in_features
@@ -48,7 +48,7 @@ class NativeLinear:
         y_TO = torch.empty(*x_TI.shape[:-1], self.out_features, dtype=dtype)
         rows = x_TI.numel() // self.in_features
         status = self._forward(
-            self._address,
+            self.address,
             x_TI.data_ptr(),
             dtype_code(x_TI),
             self.in_features,
@@ -68,7 +68,7 @@ class NativeLinear:
         rows_T = rows_T.contiguous()
         y_TI = torch.empty(rows_T.numel(), self.in_features, dtype=dtype)
         wrong = self._library.gather_rows(
-            self._address,
+            self.address,
             rows_T.data_ptr(),
             rows_T.numel(),
             y_TI.data_ptr(),

@@ -4,7 +4,8 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-INLINE void step(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, f32x8 sum[TILE_ROWS][2]) {
+INLINE void step(int rows, const float *x, int64_t row_step, const void *w, enum dtype w_dtype,
+                 f32x8 sum[TILE_ROWS][2]) {
     f32x8 low, high;
     if (w_dtype == BF16) { /* 32-bit lane j holds columns j (low half) and j + 8 (high half) */
         u32x8 pairs = *(const u32x8 *)w;
@@ -16,36 +17,21 @@ INLINE void step(int rows, const float *x, int64_t ldx, const void *w, enum dtyp
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        f32x8 value = splat(x[r * ldx]);
+        f32x8 value = splat(x[r * row_step]);
         sum[r][0] += value * low;
         sum[r][1] += value * high;
     }
 }
 
-INLINE void multiply(int rows, const float *x, int64_t ldx, const char *w, enum dtype w_dtype, int64_t k, float *acc,
-                     int accumulate, const char *ahead, int64_t ahead_step) {
-    f32x8 sum[TILE_ROWS][2];
-    const int64_t w_step = w_dtype == BF16 ? 2 * PANEL : 4 * PANEL;
+INLINE void load_sums(int rows, const float *acc, int accumulate, f32x8 sum[TILE_ROWS][2]) {
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        sum[r][0] = accumulate ? *(f32x8 *)(acc + r * PANEL) : (f32x8){0};
-        sum[r][1] = accumulate ? *(f32x8 *)(acc + r * PANEL + 8) : (f32x8){0};
+        sum[r][0] = accumulate ? *(const f32x8 *)(acc + r * PANEL) : (f32x8){0};
+        sum[r][1] = accumulate ? *(const f32x8 *)(acc + r * PANEL + 8) : (f32x8){0};
     }
-    int64_t i = 0;
-    for (; i + 4 <= k; i += 4) {
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + ahead_step);
-        ahead += 2 * ahead_step;
-#pragma GCC unroll 4
-        for (int u = 0; u < 4; u++) step(rows, x + u, ldx, w + u * w_step, w_dtype, sum);
-        x += 4;
-        w += 4 * w_step;
-    }
-    for (; i < k; i++) {
-        step(rows, x, ldx, w, w_dtype, sum);
-        x++;
-        w += w_step;
-    }
+}
+
+INLINE void store_sums(int rows, float *acc, f32x8 sum[TILE_ROWS][2]) {
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         *(f32x8 *)(acc + r * PANEL) = sum[r][0];
@@ -53,16 +39,51 @@ INLINE void multiply(int rows, const float *x, int64_t ldx, const char *w, enum 
     }
 }
 
-#define CASE(ROWS) \
-    case ROWS: \
-        if (w_dtype == BF16) multiply(ROWS, x, ldx, w, BF16, k, acc, accumulate, ahead, ahead_step); \
-        else multiply(ROWS, x, ldx, w, F32, k, acc, accumulate, ahead, ahead_step); \
-        break;
+INLINE void multiply(int rows, const float *x, int64_t ldx, const float *w, int64_t k, float *acc) {
+    f32x8 sum[TILE_ROWS][2];
+    load_sums(rows, acc, 1, sum);
+    for (int64_t i = 0; i < k; i++) step(rows, x + i, ldx, w + i * PANEL, F32, sum);
+    store_sums(rows, acc, sum);
+}
 
-void tile_multiply(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, int64_t k, float *acc,
-                   int accumulate, const char *ahead, int64_t ahead_step) {
+/* Two k a turn: more, and the compiler runs out of registers. */
+INLINE void multiply_packed(int rows, const float *x, const char *w, enum dtype w_dtype, int64_t k, float *acc,
+                            int accumulate, const char *ahead, int64_t ahead_step) {
+    f32x8 sum[TILE_ROWS][2];
+    const int64_t w_step = w_dtype == BF16 ? 2 * PANEL : 4 * PANEL;
+    load_sums(rows, acc, accumulate, sum);
+    int64_t i = 0;
+    for (; i + 2 <= k; i += 2) {
+        __builtin_prefetch(ahead);
+        ahead += ahead_step;
+        step(rows, x, 1, w, w_dtype, sum);
+        step(rows, x + rows, 1, w + w_step, w_dtype, sum);
+        x += 2 * rows;
+        w += 2 * w_step;
+    }
+    if (i < k) step(rows, x, 1, w, w_dtype, sum);
+    store_sums(rows, acc, sum);
+}
+
+#define CASE(ROWS) \
+    case ROWS: multiply(ROWS, x, ldx, w, k, acc); break;
+
+void tile_multiply(int rows, const float *x, int64_t ldx, const float *w, int64_t k, float *acc) {
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+    }
+}
+
+#define PACKED_CASE(ROWS) \
+    case ROWS: \
+        if (w_dtype == BF16) multiply_packed(ROWS, x, w, BF16, k, acc, accumulate, ahead, ahead_step); \
+        else multiply_packed(ROWS, x, w, F32, k, acc, accumulate, ahead, ahead_step); \
+        break;
+
+void tile_multiply_packed(int rows, const float *x, const void *w, enum dtype w_dtype, int64_t k, float *acc,
+                          int accumulate, const char *ahead, int64_t ahead_step) {
+    switch (rows) {
+        PACKED_CASE(1) PACKED_CASE(2) PACKED_CASE(3) PACKED_CASE(4) PACKED_CASE(5) PACKED_CASE(6)
     }
 }
 

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import itertools
 import math
@@ -18,7 +19,7 @@ from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
-from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV
 from lm_engine.native import Unavailable, native_kernels
 from lm_engine.native.build import BuildError, build, cache_directory, library_path
 from lm_engine.native.kernels import NativeKernels
@@ -405,6 +406,35 @@ def test_a_decoder_computes_the_same_with_native_kernels(kernels, changes):
             hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
         logits.append(decoder.logits(hidden))
     assert_near(logits[1], logits[0].double(), 2e-5)
+
+
+SPARSE_THIRD = MoeConfig(
+    num_experts=4, num_chosen=2, intermediate_size=16, normalise=True, dense_layers=frozenset({0, 1, 3})
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"moe": SPARSE_THIRD}], ids=str
+)
+def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, changes, dtype):
+    config = tiny_config(**{"num_layers": 4, **changes})
+    plain = copy.copy(kernels)
+    plain.fused_pass = None
+    tables, seen = [[3, 1, 7], [5], [2, 8]], []
+    for choice in (plain, kernels):
+        decoder, kv = (
+            Decoder(config, RandomSource(dtype), choice),
+            PagedKV(*torch.zeros(2, 4, 9, 4, 2, 8).to(dtype)),
+        )
+        for chunks in ([(0, 9), (0, 3), (0, 6)], [(9, 1), (3, 1), (6, 2)]):
+            positions = torch.cat([torch.arange(a, a + b) for a, b in chunks])
+            hidden = decoder.embed(positions * 5 % 97)
+            metadata = metadata_of(chunks, 4, tables)
+            hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
+            seen.append((hidden, kv.keys.clone(), kv.values.clone()))
+    for one_by_one, at_once in zip(seen[:2], seen[2:], strict=True):
+        assert all(map(torch.equal, one_by_one, at_once))
 
 
 def test_selection_takes_native_where_it_runs_and_says_why_it_does_not(one_thread, monkeypatch, caplog):
