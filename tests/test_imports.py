@@ -22,6 +22,7 @@ MAY_IMPORT = {
     # benchmarks: `omnistage bench` only hands over to it; vocoder: the containers of spoken answers
     "api": ("stages", "contracts", "benchmarks", "vocoder"),
     "benchmarks": ("contracts",),
+    "training": ("contracts", "connectors", *STAGES, "model_families"),  # nothing imports it
 }
 # Beside the benchmarks over HTTP, which work against any server: those that time one of our packages alone.
 MEASURES_A_PART = {

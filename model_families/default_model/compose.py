@@ -1,9 +1,11 @@
-"""Composes a Qwen2.5-VL checkpoint from a Llama decoder and a seeded, untrained vision tower."""
+"""Composes a Qwen2.5-VL checkpoint from a Llama decoder and a vision tower: the trained one, or a drawn
+one."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,30 +24,58 @@ ROW_MULTIPLE = 64
 SEED = 20250101
 MAX_LOGIT_DIFFERENCE = 1e-4
 PATCH_SIZE, TEMPORAL_PATCH_SIZE = 14, 2
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
+IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": PATCH_SIZE,
     "temporal_patch_size": TEMPORAL_PATCH_SIZE,
     "merge_size": 2,
-    "min_pixels": 56 * 56,
-    "max_pixels": 448 * 448,  # at most 256 tokens an image
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "min_pixels": 224 * 224,  # 64 tokens
+    "max_pixels": 280 * 280,  # 100 tokens
+    "image_mean": IMAGE_MEAN,
+    "image_std": IMAGE_STD,
+}
+# The trained tower: every layer attends to the whole picture.
+TRAINED_DEPTH = 8
+TRAINED_TOWER: dict[str, int | list[int]] = {
+    "depth": TRAINED_DEPTH,
+    "hidden_size": 320,
+    "intermediate_size": 832,
+    "num_heads": 5,
+    "fullatt_block_indexes": list(range(TRAINED_DEPTH)),
+}
+DRAWN_TOWER: dict[str, int | list[int]] = {
+    "depth": 4,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_heads": 3,
+    "fullatt_block_indexes": [1, 3],
 }
 _HERE = Path(__file__).parent
 
 
-def compose(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def compose(
+    llama: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    tower: Mapping[str, Tensor] | None = None,
+) -> None:
     """Writes the checkpoint folder (bfloat16). `llama` is in float32; the tokenizer gets the vision tokens.
+    Without the trained `tower` (names from `visual.` on) a random one is drawn, which sees nothing.
 
     A Qwen2.5-VL decoder with zero q/k/v biases computes what a Llama decoder does: text has the same position
     on its three axes. The text logits are compared before anything is written.
     """
     tokenizer.add_special_tokens({"extra_special_tokens": list(VISION_TOKENS)})
     tokenizer.chat_template = (_HERE / "chat_template.jinja").read_text()
-    model = Qwen2_5_VLForConditionalGeneration(_config(llama.config, tokenizer)).float().eval()
+    shape = DRAWN_TOWER if tower is None else TRAINED_TOWER
+    model = Qwen2_5_VLForConditionalGeneration(_config(llama.config, tokenizer, shape)).float().eval()
     _copy_decoder(llama, model)
-    _draw_tower(model)
+    if tower is None:
+        _draw_tower(model)
+    else:
+        model.model.load_state_dict({**model.model.state_dict(), **tower})
     check_text_logits(llama, model)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model.generation_config = GenerationConfig(**ids, pad_token_id=tokenizer.pad_token_id)
@@ -55,7 +85,9 @@ def compose(llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, directo
     shutil.copy(_HERE / "MODEL_CARD.md", directory / "MODEL_CARD.md")
 
 
-def _config(llama: LlamaConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_VLConfig:
+def _config(
+    llama: LlamaConfig, tokenizer: PreTrainedTokenizerBase, tower: Mapping[str, int | list[int]]
+) -> Qwen2_5_VLConfig:
     head_dim = llama.hidden_size // llama.num_attention_heads
     assert head_dim == llama.head_dim, "Qwen2.5-VL has no head size of its own"
     quarter = head_dim // 8  # a quarter of the rotated half for time, the rest for rows and columns
@@ -79,14 +111,10 @@ def _config(llama: LlamaConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen2_5_V
         },
     }
     vision = {
-        "depth": 4,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_heads": 3,
+        **tower,
         "patch_size": PATCH_SIZE,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
         "window_size": 112,
-        "fullatt_block_indexes": [1, 3],
         "out_hidden_size": llama.hidden_size,
     }
     names = dict(zip(("vision_start", "vision_end", "image", "video"), VISION_TOKENS, strict=True))

@@ -1,0 +1,44 @@
+"""Weights of ours in the repository: matrices as int8 rows with a scale each, the rest in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+WEIGHTS = Path(__file__).parent / "weights"
+SEEING = WEIGHTS / "seeing.safetensors"  # the vision tower, without `model.` or `thinker.` before its names
+SCALE = ".scale"
+
+
+def write_shipped(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().float().cpu()
+        if value.ndim < 2:
+            stored[name] = value.bfloat16()
+            continue
+        rows = value.flatten(1)
+        scale = (rows.abs().amax(1) / 127).clamp(min=1e-12).bfloat16()
+        stored[name] = (
+            (rows / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8).view(value.shape)
+        )
+        stored[name + SCALE] = scale
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(stored, path)
+
+
+def read_shipped(path: Path) -> dict[str, Tensor]:
+    """float32."""
+    stored = load_file(path)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.int8:
+            scale = stored[name + SCALE].float().view(-1, *(1,) * (tensor.ndim - 1))
+            tensors[name] = tensor.float() * scale
+        elif not name.endswith(SCALE):
+            tensors[name] = tensor.float()
+    return tensors

@@ -1,0 +1,338 @@
+"""Training computes what the server does, its pictures are what their answers say, and evaluation is held
+out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from contracts.specs import ImageSpec
+from model_families.default_model import compose
+from model_families.default_model.shipped import read_shipped, write_shipped
+from model_families.vision.patchify import Patchifier
+from tests.tiny_models import build_tokenizer, randomise, reference_model, reference_tokenizer
+from training.seeing import checkpoints
+from training.seeing.batches import Batch, DataConfig, HeldOut, Training, pack
+from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Words, single, talk
+from training.seeing.decoder import Decoder
+from training.seeing.export import tower_tensors
+from training.seeing.model import Seeing, label_words
+from training.seeing.palette import COLOURS, SHAPES, VARIANTS, shape_mask
+from training.seeing.questions import TASKS, Exchange, ask, ask_about_two
+from training.seeing.scenes import CELL, COUNTS, LABEL_OF, LABELS, Painter, Scene, Thing, place_of
+from training.seeing.sprites import Sprites, emoji_list
+from training.seeing.tower import CONFIG, TrainedTower, new_tower, patches
+from training.seeing.vocabulary import dictionary, held_out, held_out_pair, split_words
+
+WORDS = ("stone", "river", "cloud", "table", "green", "house", "letter", "window", "garden", "music", "paper")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A composed checkpoint of a tiny language model and a tiny drawn tower."""
+    config = LlamaConfig(
+        vocab_size=287,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
+        tie_word_embeddings=True,
+    )
+    llama = LlamaForCausalLM(config).float().eval()
+    randomise(llama, seed=3, num_live_rows=287)
+    directory = tmp_path_factory.mktemp("composed")
+    compose.compose(llama, build_tokenizer(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory):
+    return Painter(Sprites(tmp_path_factory.mktemp("no_fonts")), WORDS, "train")
+
+
+@pytest.fixture
+def small_tower():
+    config = replace_config(depth=2, hidden_size=32, intermediate_size=48, num_heads=2)
+    return new_tower(config, torch.randn(50, 64), seed=1)
+
+
+def replace_config(**changes):
+    import msgspec
+
+    depth = changes.get("depth", CONFIG.depth)
+    return msgspec.structs.replace(
+        CONFIG, out_hidden_size=64, fullatt_block_indexes=tuple(range(depth)), **changes
+    )
+
+
+def test_the_tower_is_the_familys(small_tower):
+    trained = TrainedTower(small_tower, torch.zeros(3, 64), torch.float32)
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 56, 84, 3), dtype=np.uint8))
+    spec = ImageSpec(
+        patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=1, max_pixels=10**6, resample="bicubic"
+    )
+    flat = Patchifier(spec, torch.device("cpu"), torch.float32)(list(pixels))
+    quiet = torch.zeros(2)
+    assert torch.allclose(patches(pixels, quiet, small_tower.config).flatten(0, 1), flat, atol=1e-5)
+    with torch.no_grad():
+        expected = small_tower(flat, [(1, 4, 6)] * 2)
+        assert torch.allclose(trained(pixels, quiet).flatten(0, 1), expected, atol=1e-4)
+        assert not torch.allclose(trained(pixels, torch.full((2,), 20.0)).flatten(0, 1), expected, atol=1e-4)
+
+
+def test_the_decoder_is_the_checkpoints(checkpoint):
+    decoder = Decoder(checkpoint, torch.float32)
+    reference = reference_model(checkpoint)
+    ids = torch.randint(3, 280, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 5, 6, 7, 8, 9], [0, 1, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9]])
+    positions = torch.stack([positions[0], positions[1], positions[1].flip(0).sort().values])
+    positions = positions.expand(2, 3, -1)
+    with torch.no_grad():
+        embeddings = torch.nn.functional.embedding(ids, decoder.words)
+        ours = decoder.logits(decoder(embeddings, positions))
+        hidden = reference.model.language_model(
+            inputs_embeds=embeddings, position_ids=positions.transpose(0, 1), use_cache=False
+        ).last_hidden_state
+    assert torch.allclose(ours, reference.lm_head(hidden), atol=1e-4)
+
+
+def test_adapters_change_nothing_at_first_and_merge(checkpoint):
+    plain, adapted = Decoder(checkpoint, torch.float32), Decoder(checkpoint, torch.float32, rank=2)
+    embeddings, positions = torch.randn(1, 5, 64), torch.arange(5).expand(1, 3, -1)
+    assert torch.equal(plain(embeddings, positions), adapted(embeddings, positions))
+    with torch.no_grad():
+        for _, matrix in adapted.adapted():
+            matrix.up.normal_()
+        changed = adapted(embeddings, positions)
+        assert not torch.allclose(plain(embeddings, positions), changed, atol=1e-2)
+        adapted.switch_adapters(False)
+        assert torch.equal(plain(embeddings, positions), adapted(embeddings, positions))
+        merged = adapted.merged()
+        assert set(merged) == {
+            name for name in _stored(checkpoint) if name.endswith("_proj.weight") and "visual" not in name
+        }
+
+
+def _stored(checkpoint: Path):
+    for name in load_file(checkpoint / "model.safetensors"):
+        yield name.removeprefix("model.language_model.").removeprefix("model.")
+
+
+def test_rows_are_the_chat_template(checkpoint):
+    words = Words(checkpoint)
+    row = single(words, Exchange("colour", "What colour is it?", "It is red."), (2, 3))
+    tokenizer = reference_tokenizer(checkpoint)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What colour is it?"}]},
+        {"role": "assistant", "content": "It is red."},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert DEFAULT_SYSTEM in text
+    expected = tokenizer.encode(text.replace("<|image_pad|>", "<|image_pad|>" * 6), add_special_tokens=False)
+    assert row.ids == expected
+    answered = [token for token, turn in zip(row.ids, row.answered, strict=True) if turn]
+    assert tokenizer.decode(answered) == "It is red.<|im_end|>"
+    place = row.ids.index(words.image)
+    assert row.positions[place : place + 6] == [
+        (place, place + r, place + c) for r in (0, 1) for c in (0, 1, 2)
+    ]
+    assert row.positions[place + 6] == (place + 3,) * 3
+
+
+def test_a_word_is_answered_letter_by_letter(checkpoint):
+    words = Words(checkpoint)
+    ids = words.answer(Exchange("word", "?", 'The word is "stone".', spelled="stone"))
+    assert words.tokenizer.decode(list(ids)) == 'The word is "stone".'
+    assert all(token in ids for letter in "stone" for token in words.encode(letter))
+
+
+@pytest.mark.parametrize("pictures", [1, 2])
+def test_conversations_fit_their_rows(checkpoint, painter, pictures):
+    words, rng = Words(checkpoint), random.Random(5)
+    for _ in range(20):
+        drawn = [painter.draw(rng.choice(("things", "number")), 3, 3, rng) for _ in range(pictures)]
+        row = talk(words, [picture.scene for picture in drawn], (3, 3), rng, length=600)
+        assert len(row.ids) == len(row.positions) == len(row.answered) <= 600
+        assert row.tasks
+        batch = pack(drawn, [row], 600)
+        assert (batch.ids == words.image).sum() == 9 * pictures
+        place = batch.targets[0] != IGNORED
+        assert torch.equal(batch.targets[0][place], batch.ids[0].roll(-1)[place])
+        assert set(batch.turns[0][place].tolist()) == set(range(1, len(row.tasks) + 1))
+
+
+def test_answers_are_true_of_the_scene():
+    things = (Thing("red", "circle", 0.1, 0.1, place_of(0.1, 0.1)), Thing("blue", "star", 0.9, 0.5, "right"))
+    scene, rng = Scene("things", "white", things), random.Random(0)
+    answers = {(e.task, e.question): e.answer for e in (ask(scene, rng) for _ in range(3000))}
+    assert answers["colour", "What colour is the circle?"] == "The circle is red."
+    assert answers["shape", "Which shape is blue?"] == "The blue object is a star."
+    assert answers["count", "How many objects are there?"] == "There are two objects."
+    assert answers["count", "How many stars are there?"] == "There is one star."
+    assert answers["position", "Where is the circle?"] == "The circle is at the top left."
+    assert answers["position", "Is the circle to the left of the star?"] == "Yes."
+    assert answers["describe", "Describe this picture."] == "The picture shows a red circle and a blue star."
+    assert answers["unknown", "Where is the heart?"] == "I do not know. There is no heart."
+    assert answers["background", "What colour is the background?"] == "The background is white."
+    number = Scene("number", "white", text="47", text_colour="red")
+    two = {e.question: e.answer for e in (ask_about_two(scene, number, rng) for _ in range(2000))}
+    assert two["Which picture shows a number?"] == "The second picture."
+    assert two["Tell me the color of the circle in the first picture."] == "The circle is red."
+    assert two["How do the pictures differ?"].endswith("The second shows a number.")
+
+
+def test_drawn_things_are_where_and_what_they_are_said_to_be(painter):
+    rng = random.Random(1)
+    seen = Counter()
+    for _ in range(60):
+        picture = painter.draw("things", 8, 8, rng)
+        for thing in picture.scene.things:
+            seen[thing.shape] += 1
+            row, column = int(thing.y * 8), int(thing.x * 8)
+            names = {LABELS[label] for label in picture.labels[row * 8 + column]}
+            count = COUNTS[picture.scene.counted(thing.shape) - 1]
+            assert {thing.colour, thing.shape, count, thing.place} <= names or thing.shape == "rectangle"
+            if thing.shape in ("circle", "square", "heart", "diamond", "star", "cross"):
+                pixel = picture.pixels[int(thing.y * 8 * CELL), int(thing.x * 8 * CELL)].astype(int)
+                nearest = min(abs(pixel - anchor).max() for anchor in COLOURS[thing.colour])
+                assert nearest <= 25, (thing, pixel)
+    assert set(seen) == set(SHAPES)
+
+
+def test_text_is_labelled_letter_by_letter(painter):
+    picture = painter.draw("word", 8, 8, random.Random(2))
+    letters = {LABELS[label] for label in picture.labels.flatten() if label}
+    assert letters == set(picture.scene.text)
+    assert picture.pixels.std() > 5
+
+
+def test_labels_have_names():
+    assert len(LABELS) == 1 + len(COLOURS) + len(SHAPES) + 5 + 9 + 52 + 10 + len(emoji_list())
+    assert LABELS[LABEL_OF["heart"]] == "heart"
+    assert len(emoji_list()) == len({emoji.name for emoji in emoji_list()}) == 200
+
+
+def test_shapes_differ():
+    masks = [np.asarray(shape_mask(shape, VARIANTS // 2)) for shape in SHAPES if shape != "rectangle"]
+    for index, mask in enumerate(masks):
+        assert all(np.abs(mask.astype(int) - other).mean() > 8 for other in masks[:index])
+
+
+def test_evaluation_is_held_out(checkpoint, tmp_path):
+    words = tuple(
+        sorted({f"{a}{b}" for a in ("sto", "riv", "clo", "tab") for b in ("ne", "er", "ud", "le", "ring")})
+    )
+    train, other = split_words(words, "train"), split_words(words, "held_out")
+    assert train
+    assert other
+    assert not set(train) & set(other)
+    sprites, rng = Sprites(tmp_path), random.Random(3)
+    drawn = {
+        split: [Painter(sprites, words, split).draw(kind, 4, 4, rng).scene for _ in range(60)]
+        for split, kind in (("train", "number"), ("held_out", "word"))
+    }
+    assert not any(held_out(scene.text) for scene in drawn["train"] if len(scene.text) > 1)
+    assert all(held_out(scene.text.lower()) for scene in drawn["held_out"])
+    pairs = {
+        (t.colour, t.shape)
+        for _ in range(80)
+        for t in Painter(sprites, words, "train").draw("things", 4, 4, rng).scene.things
+    }
+    assert not any(held_out_pair(*pair) for pair in pairs)
+
+
+def test_dictionary_is_whole_words(checkpoint):
+    assert all(3 <= len(word) <= 8 and word.islower() for word in dictionary(Words(checkpoint).tokenizer))
+    assert dictionary(Words(checkpoint).tokenizer) == ("the",)  # bytes, and one word
+
+
+def test_a_run_learns_saves_and_is_taken_up(checkpoint, painter, small_tower, tmp_path):
+    torch.manual_seed(0)
+    words, rng = Words(checkpoint), random.Random(5)
+    decoder = Decoder(checkpoint, torch.float32)
+
+    def model():
+        tower = TrainedTower(
+            new_tower(small_tower.config, decoder.words, 1), label_words(words, decoder.words), torch.float32
+        )
+        return Seeing(tower, decoder, words.image)
+
+    drawn = [painter.draw("things", 3, 3, rng) for _ in range(2)]
+    batch = pack(drawn, [talk(words, [picture.scene], (3, 3), rng, 400) for picture in drawn], 400)
+    trained = model()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        seen = trained.answer(batch)
+        assert seen.answer_loss is not None
+        loss = seen.answer_loss + seen.label_loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert seen.asked.sum() == (batch.tasks >= 0).sum()
+    checkpoints.save(trained, checkpoints.Progress(steps=12), tmp_path)
+    other = model()
+    assert checkpoints.restore(other, tmp_path).steps == 12
+    with torch.no_grad():
+        assert abs(other.look(batch).label_loss - trained.look(batch).label_loss) < 0.02
+    tensors = tower_tensors(checkpoints.read_trained(tmp_path))
+    write_shipped(tmp_path / "shipped.safetensors", tensors)
+    shipped = read_shipped(tmp_path / "shipped.safetensors")
+    assert set(shipped) == set(tensors)
+    assert all((shipped[n] - tensors[n]).abs().max() <= 0.01 * tensors[n].abs().max() for n in tensors)
+
+
+def test_shipped_tensors_fit_the_composed_model():
+    """The names and shapes that training exports are those that `compose` wants."""
+    tower = new_tower(CONFIG, torch.randn(20, 576), seed=0)
+    trained = {f"tower.tower.{name}": tensor for name, tensor in tower.named_parameters()}
+    tensors = tower_tensors({name: tensor.detach() for name, tensor in trained.items()})
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    llama = LlamaConfig(
+        vocab_size=287,
+        hidden_size=576,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
+    )
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(
+            compose._config(llama, build_tokenizer_with_vision(), compose.TRAINED_TOWER)
+        )
+    wanted = {n.removeprefix("model."): t.shape for n, t in model.state_dict().items() if ".visual." in n}
+    assert {name: tensor.shape for name, tensor in tensors.items()} == wanted
+
+
+def build_tokenizer_with_vision():
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": list(compose.VISION_TOKENS)})
+    return tokenizer
+
+
+def test_batches_repeat(checkpoint, tmp_path):
+    config = DataConfig(checkpoint, tmp_path, batch=2, seed=7, length=1200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.seeing.batches.dictionary", lambda _: WORDS)
+        first, again = (next(iter(Training(config))) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        other = next(iter(Training(replace(config, seed=8))))
+        assert not torch.equal(first.ids, other.ids)
+        held = list(HeldOut(config, rows=1))
+    assert isinstance(held[0], Batch)
+    named = [TASKS[int(batch.tasks[0, 0])] for batch in held]
+    assert named == [task for task in TASKS if task != "emoji"]  # there is no emoji font

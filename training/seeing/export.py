@@ -1,0 +1,62 @@
+"""`python -m training.seeing.export RUN`: a run's tower becomes the weights that the repository ships."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model_families.default_model.shipped import SEEING, write_shipped
+from training.seeing.checkpoints import read_trained
+from training.seeing.tower import CONFIG
+
+PREFIX = "tower.tower."
+# Our module paths → the checkpoint's, numbers left as they are.
+NAMES = (
+    ("patch_embed.", "patch_embed.proj."),
+    (".attention.qkv.", ".attn.qkv."),
+    (".attention.out.", ".attn.proj."),
+    (".mlp.gate.", ".mlp.gate_proj."),
+    (".mlp.up.", ".mlp.up_proj."),
+    (".mlp.down.", ".mlp.down_proj."),
+    ("merger.norm.", "merger.ln_q."),
+    ("merger.fc1.", "merger.mlp.0."),
+    ("merger.fc2.", "merger.mlp.2."),
+)
+
+
+def tower_tensors(trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in trained.items():
+        if not name.startswith(PREFIX):
+            continue
+        theirs = name.removeprefix(PREFIX)
+        for ours, stored in NAMES:
+            theirs = theirs.replace(ours, stored)
+        if theirs == "patch_embed.proj.weight":
+            shape = (
+                len(tensor),
+                CONFIG.in_channels,
+                CONFIG.temporal_patch_size,
+                CONFIG.patch_size,
+                CONFIG.patch_size,
+            )
+            tensor = tensor.view(shape)
+        tensors[f"visual.{theirs}"] = tensor
+    return tensors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", type=Path, default=SEEING)
+    arguments = parser.parse_args()
+    with torch.no_grad():
+        write_shipped(arguments.to, tower_tensors(read_trained(arguments.run)))
+    print(f"{arguments.to}: {arguments.to.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

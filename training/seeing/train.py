@@ -1,0 +1,282 @@
+"""`python -m training.seeing.train CHECKPOINT OUT`: trains the tower for a given time, evaluates, leaves
+both in OUT.
+
+The first share of the time teaches the tower alone what each cell shows; then the frozen language model
+answers
+questions and its gradient reaches the tower. Stops by itself; `--resume` takes up another run's OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.seeing.batches import Batch, DataConfig, HeldOut, Training, load
+from training.seeing.checkpoints import Progress, restore, save
+from training.seeing.conversations import Words
+from training.seeing.decoder import Decoder, run_layer
+from training.seeing.kept_text import text_rows
+from training.seeing.model import Seeing, Seen, label_words
+from training.seeing.questions import TASKS
+from training.seeing.sprites import SYSTEM_FONTS, Sprites
+from training.seeing.tower import CONFIG, TrainedTower, new_tower, run_block
+
+LEAST_RATE = 0.02  # of the peak, at the end
+WARM_UP_STEPS = 200
+LABEL_WEIGHT = 0.3  # of what cells show, beside the answers; it fades
+KEPT_EVERY, KEPT_ROWS = 4, 16  # steps between, and rows of, plain text
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    checkpoint: Path
+    out: Path
+    fonts: Path
+    seconds: float
+    tower_share: float  # of the time: the tower alone
+    batch: int
+    workers: int
+    rate: float
+    seed: int
+    resume: Path | None
+    rank: int  # of the language model's adapters; 0: frozen
+    kept_weight: float
+    text: Path
+    evaluated: int  # rows a task
+    compiled: bool
+    report_s: float
+    save_s: float
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def data(self) -> DataConfig:
+        return DataConfig(self.checkpoint, self.fonts, self.batch, self.seed)
+
+
+def build(config: TrainConfig) -> tuple[Seeing, Words]:
+    torch.manual_seed(config.seed)
+    words = Words(config.checkpoint)
+    block_forward, layer_forward = run_block, run_layer
+    if config.compiled:
+        torch._dynamo.config.suppress_errors = True  # slower, never stopped
+        block_forward = torch.compile(run_block, dynamic=True)
+        layer_forward = torch.compile(run_layer, dynamic=False)
+    decoder = Decoder(config.checkpoint, config.dtype, config.rank, layer_forward)
+    tower = TrainedTower(
+        new_tower(CONFIG, decoder.words, config.seed),
+        label_words(words, decoder.words),
+        config.dtype,
+        block_forward,
+    )
+    return Seeing(tower, decoder, words.image).to(config.device), words
+
+
+class Run:
+    """One run's state: what it trains, for how long, and what it has seen."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.started = time.monotonic()
+        self.model, self.words = build(config)
+        before = restore(self.model, config.resume) if config.resume is not None else Progress()
+        self.steps, self.pictures, self.seconds_before = before.steps, before.pictures, before.seconds
+        self.first_step = before.steps
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter.ndim > 1]
+        rest = [parameter for parameter in trained if parameter.ndim < 2]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.03}, {"params": rest, "weight_decay": 0.0}],
+            lr=config.rate,
+            betas=(0.9, 0.98),
+            fused=config.device.type == "cuda",
+        )
+        self.trained = trained
+        self.report = Report(self)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.steps, self.seconds_before + self.elapsed, self.pictures)
+
+    def train(self) -> None:
+        config = self.config
+        pinned = config.device.type == "cuda"
+        batches = iter(load(Training(config.data), config.workers, pin=pinned))
+        kept = text_rows(self.words, config.text, KEPT_ROWS, config.seed) if config.rank else None
+        self.training_began = self.elapsed
+        saved = self.elapsed
+        while self.elapsed < config.seconds:
+            waited = time.monotonic()
+            batch = to_device(next(batches), config.device)
+            waited = time.monotonic() - waited
+            self.step(batch, kept, waited)
+            if self.elapsed - saved > config.save_s:
+                save(self.model, self.progress, config.out)
+                saved = self.elapsed
+        save(self.model, self.progress, config.out)
+
+    @property
+    def share(self) -> float:
+        """Of the time for training, how much is over."""
+        return min(1.0, (self.elapsed - self.training_began) / (self.config.seconds - self.training_began))
+
+    def step(self, batch: Batch, kept: Iterator[Tensor] | None, waited: float) -> None:
+        config = self.config
+        share = self.share
+        rate = config.rate * (LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
+        rate *= min(1.0, (self.steps - self.first_step + 1) / WARM_UP_STEPS)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if share < config.tower_share:
+            seen = self.model.look(batch)
+            loss = seen.label_loss
+        else:
+            seen = self.model.answer(batch)
+            assert seen.answer_loss is not None
+            loss = seen.answer_loss + LABEL_WEIGHT * (1 - share) * seen.label_loss
+            if kept is not None and self.steps % KEPT_EVERY == 0:
+                loss = loss + config.kept_weight * self.drift(next(kept).to(config.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.trained, 1.0)
+        if bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.pictures += len(batch.pixels)
+        self.report.add(seen, waited)
+
+    def drift(self, ids: Tensor) -> Tensor:
+        """How far the adapted language model has gone from its old self on plain text (KL divergence)."""
+        decoder = self.model.decoder
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), 3, -1)
+        embeddings = functional.embedding(ids, decoder.words)
+        with torch.no_grad():
+            decoder.switch_adapters(False)
+            old = functional.log_softmax(decoder.logits(decoder(embeddings, positions)), dim=-1)
+            decoder.switch_adapters(True)
+        new = functional.log_softmax(decoder.logits(decoder(embeddings, positions)), dim=-1)
+        return functional.kl_div(new, old, log_target=True, reduction="none").sum(-1).mean()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Of held-out pictures, the share of questions answered right to the letter, by task."""
+        config = self.config
+        self.model.tower.block_forward, self.model.decoder.layer_forward = run_block, run_layer
+        right, asked = (torch.zeros(len(TASKS), device=config.device) for _ in range(2))
+        workers = min(config.workers, len(TASKS))
+        for batch in load(HeldOut(config.data, config.evaluated), workers, pin=False):
+            seen = self.model.answer(to_device(batch, config.device))
+            right += seen.right
+            asked += seen.asked
+        return {task: round((right[i] / asked[i]).item(), 4) for i, task in enumerate(TASKS) if asked[i]}
+
+
+class Report:
+    """Means since the last line, printed every so many seconds."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._clear()
+
+    def _clear(self) -> None:
+        self._since, self._steps = self._run.elapsed, self._run.steps
+        self._pictures = self._run.pictures
+        self._losses: list[tuple[Tensor, Tensor | None]] = []
+        self._right, self._asked = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
+        self._waited = 0.0
+        self._scores: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, seen: Seen, waited: float) -> None:
+        self._losses.append(
+            (seen.label_loss.detach(), None if seen.answer_loss is None else seen.answer_loss.detach())
+        )
+        self._scores.append((seen.right, seen.asked))
+        self._waited += waited
+        run = self._run
+        if run.elapsed - self._since > run.config.report_s:
+            self._print()
+            self._clear()
+
+    def _print(self) -> None:
+        run = self._run
+        seconds = run.elapsed - self._since
+        labels = sum(label.item() for label, _ in self._losses) / len(self._losses)
+        answers = [answer.item() for _, answer in self._losses if answer is not None]
+        right = sum(score.cpu() for score, _ in self._scores)
+        asked = sum(score.cpu() for _, score in self._scores)
+        assert isinstance(right, Tensor)
+        assert isinstance(asked, Tensor)
+        tasks = " ".join(f"{task}={right[i] / asked[i]:.3f}" for i, task in enumerate(TASKS) if asked[i])
+        print(
+            f"{run.elapsed:.0f}s step {run.steps} {(run.pictures - self._pictures) / seconds:.0f} pictures/s"
+            f" waited {self._waited / seconds:.0%} label loss {labels:.4f}"
+            f" answer loss {sum(answers) / len(answers) if answers else math.nan:.4f} {tasks}",
+            flush=True,
+        )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+
+
+def main() -> None:
+    config = parse()
+    missing = Sprites(config.fonts).missing()
+    print(f"device {config.device}, missing fonts: {missing or 'none'}", flush=True)
+    run = Run(config)
+    print(
+        f"built after {run.elapsed:.0f} s, {sum(p.numel() for p in run.trained) / 1e6:.2f}M trained",
+        flush=True,
+    )
+    run.train()
+    print(f"trained {run.steps} steps, {run.pictures} pictures, {run.elapsed:.0f} s; evaluating", flush=True)
+    scores = run.evaluate()
+    (config.out / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
+    print(json.dumps(scores), f"{run.elapsed:.0f} s", flush=True)
+
+
+def parse() -> TrainConfig:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--fonts", type=Path, default=SYSTEM_FONTS)
+    parser.add_argument("--seconds", type=float, default=470, help="of the whole run but for its evaluation")
+    parser.add_argument("--tower-share", type=float, default=0.2)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=13)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--rank", type=int, default=0, help="adapts the language model; 0 leaves it as it is")
+    parser.add_argument("--kept-weight", type=float, default=1.0)
+    parser.add_argument("--text", type=Path, default=Path("."))
+    parser.add_argument("--evaluated", type=int, default=512)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--report-s", type=float, default=20)
+    parser.add_argument("--save-s", type=float, default=60)
+    return TrainConfig(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
