@@ -105,8 +105,8 @@ def run_layer(x: Tensor, cos: Tensor, sin: Tensor, shape: DecoderShape, weights:
     """x [B, L, D]; cos and sin [B, L, 1, P] in float32. A function of tensors: compiled once for all
     layers."""
     norm1, norm2, qkv, out, gate_up, down = weights
-    heads = functional.linear(_norm(x, norm1, shape.eps), qkv).unflatten(2, (-1, shape.head_dim))
-    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
+    heads = functional.linear(_norm(x, norm1, shape.eps), qkv).view(*x.shape[:2], -1, shape.head_dim)
+    q, k, v = torch.tensor_split(heads, (shape.heads, shape.heads + shape.kv_heads), dim=2)
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     repeats = shape.heads // shape.kv_heads
     k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
             _, index, kind = name.split(".")
             whole = module.weight.float() + module.up.detach() @ module.down.detach()
             names = parts[kind]
-            sizes = [shape.width, kv, kv] if kind == "qkv" else [len(whole) // len(names)] * len(names)
-            for part, rows in zip(names, whole.split(sizes), strict=True):
+            ends = (shape.width, shape.width + kv) if kind == "qkv" else len(names)
+            for part, rows in zip(names, torch.tensor_split(whole, ends), strict=True):
                 merged[f"layers.{index}.{part}.weight"] = rows
         return merged

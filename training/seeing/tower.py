@@ -66,7 +66,7 @@ def run_block(x: Tensor, cos: Tensor, sin: Tensor, heads: int, weights: Sequence
     """x [P, N, D]; cos and sin [N, 1, half a head]. A function of tensors: compiled once for all layers."""
     norm1, qkv_w, qkv_b, out_w, out_b, norm2, gate_w, gate_b, up_w, up_b, down_w, down_b = weights
     h = functional.rms_norm(x, norm1.shape, norm1, NORM_EPS)
-    q, k, v = functional.linear(h, qkv_w, qkv_b).unflatten(2, (3, heads, -1)).unbind(2)
+    q, k, v = functional.linear(h, qkv_w, qkv_b).view(*h.shape[:2], 3, heads, -1).unbind(2)
     q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
     mixed = functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     x = x + functional.linear(mixed.transpose(1, 2).flatten(2), out_w, out_b)
