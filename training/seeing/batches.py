@@ -161,7 +161,7 @@ def pack(pictures: list[Picture], rows: list[Row], length: int) -> Batch:
 
 def load(data: IterableDataset[Batch], workers: int, *, pin: bool) -> DataLoader[Batch]:
     """Batches in the order of the workers, so that a run is repeatable."""
-    ahead = 6 if workers else None
+    ahead = 3 if workers else None
     return DataLoader(
         data,
         batch_size=None,

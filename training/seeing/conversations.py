@@ -61,9 +61,12 @@ class Words:
         """A word that is read is written in tokens of one letter: what the tower sees are letters."""
         if not exchange.spelled:
             return self.encode(exchange.answer)
-        before, after = exchange.answer.split(exchange.spelled)
+        start = (
+            exchange.answer.rindex(f'"{exchange.spelled}"') + 1
+        )  # the word may occur before its quotes, too
+        end = start + len(exchange.spelled)
         letters = (token for letter in exchange.spelled for token in self.encode(letter))
-        return (*self.encode(before), *letters, *self.encode(after))
+        return (*self.encode(exchange.answer[:start]), *letters, *self.encode(exchange.answer[end:]))
 
 
 @dataclass

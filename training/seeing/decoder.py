@@ -102,30 +102,24 @@ LayerForward = Callable[[Tensor, Tensor, Tensor, DecoderShape, Sequence[Tensor]]
 
 
 def run_layer(x: Tensor, cos: Tensor, sin: Tensor, shape: DecoderShape, weights: Sequence[Tensor]) -> Tensor:
-    """x [B, L, D]; cos and sin [B, L, 1, P] in float32. A function of tensors: compiled once for all
-    layers."""
+    """x [B, L, D]; cos and sin [B, L, 1, head]. A function of tensors: compiled once for all layers."""
     norm1, norm2, qkv, out, gate_up, down = weights
-    heads = functional.linear(_norm(x, norm1, shape.eps), qkv).view(*x.shape[:2], -1, shape.head_dim)
-    q, k, v = torch.tensor_split(heads, (shape.heads, shape.heads + shape.kv_heads), dim=2)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    repeats = shape.heads // shape.kv_heads
-    k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    normed = functional.rms_norm(x, norm1.shape, norm1, shape.eps)
+    heads = functional.linear(normed, qkv).view(*x.shape[:2], -1, shape.head_dim)
+    turned = _rotate(heads[:, :, : shape.heads + shape.kv_heads], cos, sin)
+    q, k, v = turned[:, :, : shape.heads], turned[:, :, shape.heads :], heads[:, :, -shape.kv_heads :]
     mixed = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )
     x = x + functional.linear(mixed.transpose(1, 2).flatten(2), out)
-    gate, up = functional.linear(_norm(x, norm2, shape.eps), gate_up).chunk(2, dim=-1)
+    normed = functional.rms_norm(x, norm2.shape, norm2, shape.eps)
+    gate, up = functional.linear(normed, gate_up).chunk(2, dim=-1)
     return x + functional.linear(functional.silu(gate) * up, down)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
 class Decoder(nn.Module):
@@ -153,7 +147,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, Layer)
             x = self.layer_forward(x, cos, sin, self.shape, layer.weights())
-        return _norm(x, self.norm, self.shape.eps)
+        return functional.rms_norm(x, self.norm.shape, self.norm, self.shape.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return functional.linear(hidden, self.words).float()
@@ -166,7 +160,8 @@ class Decoder(nn.Module):
             torch.tensor(self.shape.sections, device=positions.device),
         )
         angles = positions.transpose(1, 2).float()[:, :, axis_P] * self.shape.theta**-exponents
-        return angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+        angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
+        return angles.cos().to(self.words.dtype), angles.sin().to(self.words.dtype)
 
     def adapted(self) -> Iterator[tuple[str, Adapted]]:
         for name, module in self.named_modules():

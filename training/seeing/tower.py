@@ -63,11 +63,12 @@ def patches(pixels: Tensor, noise: Tensor, config: Qwen25VLVisionConfig) -> Tens
 
 
 def run_block(x: Tensor, cos: Tensor, sin: Tensor, heads: int, weights: Sequence[Tensor]) -> Tensor:
-    """x [P, N, D]; cos and sin [N, 1, half a head]. A function of tensors: compiled once for all layers."""
+    """x [P, N, D]; cos and sin [N, 1, head]. A function of tensors: compiled once for all layers."""
     norm1, qkv_w, qkv_b, out_w, out_b, norm2, gate_w, gate_b, up_w, up_b, down_w, down_b = weights
     h = functional.rms_norm(x, norm1.shape, norm1, NORM_EPS)
-    q, k, v = functional.linear(h, qkv_w, qkv_b).view(*h.shape[:2], 3, heads, -1).unbind(2)
-    q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
+    qkv = functional.linear(h, qkv_w, qkv_b).view(*h.shape[:2], 3 * heads, -1)
+    turned, v = _rotate(qkv[:, :, : 2 * heads], cos, sin), qkv[:, :, 2 * heads :]
+    q, k = turned[:, :, :heads], turned[:, :, heads:]
     mixed = functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     x = x + functional.linear(mixed.transpose(1, 2).flatten(2), out_w, out_b)
     h = functional.rms_norm(x, norm2.shape, norm2, NORM_EPS)
@@ -84,8 +85,8 @@ def _block_weights(block: nn.Module, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
 class TrainedTower(nn.Module):
@@ -113,7 +114,7 @@ class TrainedTower(nn.Module):
         side, heads = config.patch_size, config.num_heads
         x = self._linear(patches(pixels, noise, config).to(self.dtype), tower.patch_embed)
         rows, columns = pixels.shape[1] // side, pixels.shape[2] // side
-        cos, sin = _angles(rows, columns, config.hidden_size // heads, pixels.device)
+        cos, sin = _angles(rows, columns, config.hidden_size // heads, pixels.device, self.dtype)
         for block in tower.blocks:
             x = self.block_forward(x, cos, sin, heads, _block_weights(block, self.dtype))
         merger = tower.merger
@@ -135,8 +136,10 @@ class TrainedTower(nn.Module):
 
 
 @cache
-def _angles(rows: int, columns: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    rotation = axial_rotation(
-        pack_grids([(1, rows, columns)], CONFIG.spatial_merge_size), head_dim, CONFIG.rope_theta, device
-    )
-    return rotation.cos, rotation.sin
+def _angles(
+    rows: int, columns: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    grid = pack_grids([(1, rows, columns)], CONFIG.spatial_merge_size)
+    rotation = axial_rotation(grid, head_dim, CONFIG.rope_theta, device)
+    cos, sin = (torch.cat([half, half], dim=-1).to(dtype) for half in (rotation.cos, rotation.sin))
+    return cos, sin
