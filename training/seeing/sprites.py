@@ -64,7 +64,7 @@ class Sprites:
         return [name for name in (*FONT_FILES, *HELD_OUT_FONT_FILES, EMOJI_FONT) if name not in self._files]
 
     def text(self, text: str, font: str, size: int) -> TextSprite:
-        face = self._face(font, size)
+        face = self._face(font, size if size < 24 else size // 3 * 3)  # few sizes: each stays open
         left, top, right, bottom = face.getbbox(text)
         mask = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2), 0)
         ImageDraw.Draw(mask).text((1 - left, 1 - top), text, fill=255, font=face)
