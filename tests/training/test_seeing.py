@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ from model_families.default_model import compose
 from model_families.default_model.shipped import read_shipped, write_shipped
 from model_families.vision.patchify import Patchifier
 from tests.tiny_models import build_tokenizer, randomise, reference_model, reference_tokenizer
-from training.seeing import checkpoints
+from training.seeing import bundle, checkpoints
 from training.seeing.batches import Batch, DataConfig, HeldOut, Training, pack
 from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Words, single, talk
 from training.seeing.decoder import Decoder
@@ -35,12 +36,10 @@ from training.seeing.vocabulary import dictionary, held_out, held_out_pair, spli
 WORDS = ("stone", "river", "cloud", "table", "green", "house", "letter", "window", "garden", "music", "paper")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A composed checkpoint of a tiny language model and a tiny drawn tower."""
-    config = LlamaConfig(
+def llama_config(width):
+    return LlamaConfig(
         vocab_size=287,
-        hidden_size=64,
+        hidden_size=width,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -48,7 +47,12 @@ def checkpoint(tmp_path_factory):
         rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
         tie_word_embeddings=True,
     )
-    llama = LlamaForCausalLM(config).float().eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A composed checkpoint of a tiny language model and a tiny drawn tower."""
+    llama = LlamaForCausalLM(llama_config(64)).float().eval()
     randomise(llama, seed=3, num_live_rows=287)
     directory = tmp_path_factory.mktemp("composed")
     compose.compose(llama, build_tokenizer(), directory)
@@ -292,6 +296,52 @@ def test_a_run_learns_saves_and_is_taken_up(checkpoint, painter, small_tower, tm
     shipped = read_shipped(tmp_path / "shipped.safetensors")
     assert set(shipped) == set(tensors)
     assert all((shipped[n] - tensors[n]).abs().max() <= 0.01 * tensors[n].abs().max() for n in tensors)
+
+
+def test_the_exported_tower_is_the_composed_checkpoints(tmp_path, checkpoint):
+    """What training ran is what a checkpoint with the shipped weights computes, but for their eight bits."""
+    text = json.loads((checkpoint / "config.json").read_text())["text_config"]
+    llama = LlamaForCausalLM(llama_config(text["hidden_size"])).float().eval()
+    randomise(llama, seed=3, num_live_rows=287)
+    tower = new_tower(replace_config(), llama.model.embed_tokens.weight, seed=0)
+    exported = tower_tensors({f"tower.tower.{n}": t.detach() for n, t in tower.named_parameters()})
+    write_shipped(tmp_path / "seeing.safetensors", exported)
+    shipped = read_shipped(tmp_path / "seeing.safetensors")
+    compose.compose(llama, build_tokenizer(), tmp_path / "made", shipped)
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 224, 252, 3), dtype=np.uint8))
+    with torch.no_grad():
+        ours = TrainedTower(tower, torch.zeros(3, 64), torch.float32)(pixels, torch.zeros(1))[0]
+        flat = patches(pixels, torch.zeros(1), tower.config)[0]
+        visual = reference_model(tmp_path / "made").model.visual
+        theirs = visual(flat, grid_thw=torch.tensor([[1, 16, 18]])).pooler_output
+    mean = llama.model.embed_tokens.weight.mean(0)
+    assert (
+        torch.nn.functional.cosine_similarity(
+            ours - mean, theirs[0] - mean if theirs.dim() == 3 else theirs - mean
+        ).min()
+        > 0.97
+    )
+
+
+def test_a_bundle_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "fetch", lambda target, _: target.write_bytes(bytes(range(250))))
+    monkeypatch.setattr(Sprites, "missing", lambda _: [])
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "DejaVuSans.ttf").write_bytes(b"font")
+    bundle.bundle(tmp_path / "to", tmp_path, tmp_path / "from", 100)
+    parts = sorted((tmp_path / "to" / "weights").iterdir())
+    assert [part.stat().st_size for part in parts] == [100, 100, 50]
+    assert b"".join(part.read_bytes() for part in parts) == bytes(range(250))
+    assert (tmp_path / "to" / "fonts" / "DejaVuSans.ttf").read_bytes() == b"font"
+    assert {path.name for path in (tmp_path / "to").iterdir()} == {"fonts", "weights"}
+
+
+def test_a_read_word_may_occur_elsewhere_in_its_answer(checkpoint):
+    words = Words(checkpoint)
+    for word in ("word", "The", "is", "t"):
+        answer = f'The word is "{word}".'
+        ids = words.answer(Exchange("word", "?", answer, spelled=word))
+        assert words.tokenizer.decode(list(ids)) == answer
 
 
 def test_shipped_tensors_fit_the_composed_model():

@@ -60,6 +60,9 @@ class Sprites:
     def has_emoji(self) -> bool:
         return EMOJI_FONT in self._files
 
+    def files(self) -> list[Path]:
+        return list(self._files.values())
+
     def missing(self) -> list[str]:
         return [name for name in (*FONT_FILES, *HELD_OUT_FONT_FILES, EMOJI_FONT) if name not in self._files]
 
