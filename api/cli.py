@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stages.service import Service
 
 BACKLOG = 2048
+TOKEN_VARIABLE = "OMNISTAGE_WORKER_TOKEN"  # the same secret at the server and at its workers elsewhere
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _serve(parsed)
         case "plan":
             return _plan(parsed)
+        case "worker":
+            return _worker(parsed)
         case _:
             return _chat(parsed)
 
@@ -51,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_server_options(serve)
     plan = commands.add_parser("plan", help="print stages, placement and memory without loading weights")
     _add_model_options(plan)
+    _add_worker_options(
+        commands.add_parser(
+            "worker", help="run a worker of a server that is on another machine, until stopped"
+        )
+    )
     commands.add_parser("bench", help="run a benchmark against a running server", add_help=False)
     _add_chat_options(commands.add_parser("chat", help="talk to a running server in the terminal"))
     return parser
@@ -100,6 +108,27 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="names clients may use (default: the folder's)",
     )
     add("--api-key", metavar="KEY", help="clients must send it as a Bearer token (or OMNISTAGE_API_KEY)")
+    add(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="HOST:PORT",
+        help="place the workers in the Ray cluster of that head (default: the one this machine is in)",
+    )
+
+
+def _add_worker_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--connect", required=True, metavar="tcp://HOST:PORT", help="where the server waits; it logs it")
+    add("--name", required=True, help="of the [[worker]] to be")
+    add("--model", type=Path, help="checkpoint folder here (default: the server's path)")
+    add(
+        "--address",
+        default="",
+        metavar="IP",
+        help="of this machine, when it has several and the wrong one is taken",
+    )
+    add("--token", metavar="SECRET", help="the server's (or OMNISTAGE_WORKER_TOKEN)")
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +143,8 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(parsed: argparse.Namespace) -> ServeOptions:
+    import os
+
     from stages.options import ServeOptions
 
     serving = parsed.command == "serve"
@@ -130,6 +161,8 @@ def options_of(parsed: argparse.Namespace) -> ServeOptions:
         workers=parsed.workers,
         allow_private_addresses=parsed.allow_private_addresses,
         api_key=parsed.api_key if serving else None,
+        ray=parsed.ray if serving else None,
+        worker_token=os.environ.get(TOKEN_VARIABLE) or None,
     )
 
 
@@ -198,6 +231,37 @@ def _serve(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _worker(parsed: argparse.Namespace) -> int:
+    import logging
+    import os
+    from urllib.parse import urlsplit
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from stages.worker_agent import AgentOptions, run_agent
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    server, token = urlsplit(parsed.connect), parsed.token or os.environ.get(TOKEN_VARIABLE)
+    if server.scheme != "tcp" or server.hostname is None or server.port is None:
+        return _fail(f"--connect {parsed.connect!r}: want tcp://HOST:PORT")
+    if not token:
+        return _fail(f"--token or {TOKEN_VARIABLE}: want the server's")
+    options = AgentOptions(server.hostname, server.port, parsed.name, token, parsed.model, parsed.address)
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        _on_signals(task.cancel)
+        await run_agent(options)
+
+    try:
+        asyncio.run(run())
+    except OmnistageError as error:
+        return _fail(error)
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        return 0
+    return 0
+
+
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
@@ -233,7 +297,7 @@ async def serve(
         listener.close()
 
 
-def _on_signals(stop: Callable[[], None]) -> None:
+def _on_signals(stop: Callable[[], object]) -> None:
     if sys.platform == "win32":
         return  # Ctrl-C still arrives, as KeyboardInterrupt
     import signal

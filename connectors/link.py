@@ -12,11 +12,15 @@ _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 MAX_FRAME_BYTES = 1 << 24
 CONNECT_TIMEOUT_S = 5.0
+SILENCE_S = 20  # of a peer's kernel, after which it is taken for dead
 
 
-def connect(host: str, port: int) -> Link:
-    """Raises OSError. Blocks until the connection stands."""
-    return Link(socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S))
+def connect(host: str, port: int, local_host: str = "") -> Link:
+    """Raises OSError. Blocks until the connection stands. `local_host`: the address of this machine to
+    connect
+    from, when the route's own is not the one that others reach."""
+    source = (local_host, 0) if local_host else None
+    return Link(socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S, source_address=source))
 
 
 class Link:
@@ -27,7 +31,7 @@ class Link:
         stream.setblocking(False)
         if stream.family in (socket.AF_INET, socket.AF_INET6):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _notice_silence(stream)
         self.max_frame_bytes = max_frame_bytes
         self.is_ended = False  # by the peer, or closed: no more frames come
         self._stream = stream
@@ -138,3 +142,12 @@ class Link:
     def _end(self) -> None:
         self.unwatch()
         self.is_ended = True
+
+
+def _notice_silence(stream: socket.socket) -> None:
+    """A machine that vanishes says no goodbye: the kernel asks, and ends the connection without an answer."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 4)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 4)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

@@ -17,7 +17,9 @@ GRACE_S = 10.0  # a broken link without the parent's word for it means that the 
 
 
 class NixlDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What an end needs to open an edge, from any host: where the parent listens, and the sizes."""
+    """What an end needs to open an edge, from any host: where the parent listens, and the sizes.
+    `local_host`: see
+    `connect`."""
 
     name: str
     host: str
@@ -25,6 +27,7 @@ class NixlDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token: str
     pool_bytes: int
     max_chunks: int
+    local_host: str = ""
 
 
 # --- end → parent -------------------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ def attach(description: NixlDescription, link: Link, end: End, port: int = 0) ->
 
 def reach_parent(description: NixlDescription) -> Link:
     try:
-        return connect(description.host, description.port)
+        return connect(description.host, description.port, description.local_host)
     except OSError as error:
         where = f"{description.host}:{description.port}"
         raise EngineError(f"edge {description.name}: nobody answers at {where}: {error}") from error

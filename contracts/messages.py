@@ -68,13 +68,16 @@ class Vocode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Encode one item and send its embeddings over the edge to `target` as stream `str(item_index)`."""
+    """Encode one item and send its embeddings over the edge to `target` as stream `str(item_index)`.
+    `features`: the
+    bytes at the item's place in the arena, for a worker that cannot map it."""
 
     request_id: str
     item_index: int
     item: MediaItem
     target: str
     cache_salt: str | None = None
+    features: bytes = b""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -124,9 +124,21 @@ class VocoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WorkerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`host`: a name for the machine it runs on, "" for the front process's own. On another one it is started
+    there by `omnistage worker`."""
+
     name: str
     stages: tuple[str, ...]
     threads: int | None = None
+    host: str = ""
+
+
+class ClusterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`address`: of the front process's machine, as the workers' machines reach it. `port` 0: any free
+    one."""
+
+    address: str = ""
+    port: int = 0
 
 
 Connector = Literal["inproc", "shm", "cuda_ipc", "nixl"]
@@ -177,6 +189,7 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lms: dict[str, LMConfig] = {}
     vocoders: dict[str, VocoderConfig] = {}
     workers: tuple[WorkerConfig, ...] = ()
+    cluster: ClusterConfig = ClusterConfig()
     edges: tuple[EdgeConfig, ...] = ()
     limits: MediaLimits = MediaLimits()
     server: ServerConfig = ServerConfig()
@@ -186,6 +199,15 @@ class Deployment(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def placed(self) -> dict[str, PlacedConfig]:
         """Every stage but preprocessing, in the order of their loading."""
         return {**self.encoders, **self.lms, **self.vocoders}
+
+    def without(self, stages: Collection[str]) -> Deployment:
+        """Of the other stages alone."""
+        return msgspec.structs.replace(
+            self,
+            encoders={name: config for name, config in self.encoders.items() if name not in stages},
+            lms={name: config for name, config in self.lms.items() if name not in stages},
+            vocoders={name: config for name, config in self.vocoders.items() if name not in stages},
+        )
 
     def edge(self, source: str, target: str) -> EdgeConfig:
         """Of a pipeline's edge, or of one between replicas."""
@@ -218,25 +240,35 @@ SERVER_FIELDS = (
     "max_speech_s",
 )
 SEPARATOR = "."  # between a stage and the number of its replica
-SECTIONS = ("preprocess", "limits", "server", "routing")
+SECTIONS = ("preprocess", "limits", "server", "routing", "cluster")
 
 
 def load_deployment(
-    pipeline: Pipeline, file: Path | None = None, overrides: tuple[str, ...] = ()
+    pipeline: Pipeline,
+    file: Path | None = None,
+    overrides: tuple[str, ...] = (),
+    text: str | None = None,
 ) -> Deployment:
-    """Reads `file` (or defaults for one machine), applies `PATH=VALUE` overrides, checks it against the
+    """Reads `text`, or `file` (or defaults for one machine), applies `PATH=VALUE` overrides, checks it
+    against the
     pipeline.
 
-    TOML: `[stage.NAME]`, `[[worker]]`, `[[edge]]`, `[preprocess]`, `[limits]`, `[server]`, `[routing]`. A
+    TOML: `[stage.NAME]`, `[[worker]]`, `[[edge]]`, `[preprocess]`, `[limits]`, `[server]`, `[routing]`,
+    `[cluster]`. A
     path in an
     override
     is `NAME.field` of a stage or section.
     """
     data: dict[str, Any] = {}
-    if file is not None:
+    if file is not None and text is None:
         try:
-            data = tomllib.loads(file.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            text = file.read_text()
+        except OSError as error:
+            raise DeploymentError(f"deployment {file}: {error}") from error
+    if text is not None:
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
             raise DeploymentError(f"deployment {file}: {error}") from error
     for override in overrides:
         _apply_override(data, override, pipeline)
@@ -304,6 +336,7 @@ def _convert(data: dict[str, Any], pipeline: Pipeline) -> Deployment:
         limits=_section(data.get("limits", {}), MediaLimits, "limits"),
         server=_section(data.get("server", {}), ServerConfig, "server"),
         routing=_section(data.get("routing", {}), RoutingConfig, "routing"),
+        cluster=_section(data.get("cluster", {}), ClusterConfig, "cluster"),
     )
 
 
@@ -396,6 +429,16 @@ def _validate_workers(deployment: Deployment) -> None:
             if stage in placed:
                 raise DeploymentError(f"worker {worker.name!r}: stage {stage!r} is also in {placed[stage]!r}")
             placed[stage] = worker.name
+    names_given = [worker.name for worker in deployment.workers]
+    for name in names_given:
+        if names_given.count(name) > 1:
+            raise DeploymentError(f"worker {name!r}: the name is given twice")
+    away = [worker for worker in deployment.workers if worker.host]
+    if away and deployment.cluster.address in ("", "0.0.0.0", "::"):
+        raise DeploymentError(
+            f"cluster.address: worker {away[0].name!r} is on host {away[0].host!r}, which wants"
+            " the address of this machine as it is reached from there"
+        )
     if deployment.workers and (missing := sorted(names - set(placed))):
         raise DeploymentError(f"worker: stage {missing[0]!r} is in no worker")
 

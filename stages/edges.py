@@ -82,7 +82,10 @@ class _InprocEdge:
     def close(self) -> None: ...
 
 
-def make_edge(deployment: Deployment, source: str, target: str, connector: Connector) -> ParentEdge:
+def make_edge(
+    deployment: Deployment, source: str, target: str, connector: Connector, address: str = ""
+) -> ParentEdge:
+    """`address`: of this machine, for an edge with an end on another one."""
     config = deployment.edge(source, target)
     name, capacity = f"{source}->{target}", config.capacity
     capacity_bytes = parse_bytes(config.capacity_bytes, f"edge {name}.capacity_bytes")
@@ -92,7 +95,7 @@ def make_edge(deployment: Deployment, source: str, target: str, connector: Conne
         case "shm":
             return ShmEdge.create(name, capacity_bytes, capacity)
         case "nixl":
-            return NixlEdge.create(name, capacity_bytes, capacity)
+            return NixlEdge.create(name, capacity_bytes, capacity, address or "127.0.0.1")
         case "cuda_ipc":
             devices = (deployment.placed[stage].device_list[0] for stage in (source, target))
             return CudaIpcEdge.create(name, capacity_bytes, capacity, *devices)
@@ -102,7 +105,8 @@ def make_edge(deployment: Deployment, source: str, target: str, connector: Conne
 Ends = tuple[dict[tuple[str, str], Sender], dict[tuple[str, str], Receiver]]
 
 
-def open_edge_ends(ends: Sequence[EdgeEnd]) -> Ends:
+def open_edge_ends(ends: Sequence[EdgeEnd], local_host: str = "") -> Ends:
+    """`local_host`: see `NixlDescription`."""
     senders: dict[tuple[str, str], Sender] = {}
     receivers: dict[tuple[str, str], Receiver] = {}
     for end in ends:
@@ -111,13 +115,20 @@ def open_edge_ends(ends: Sequence[EdgeEnd]) -> Ends:
             if end.end == "sender":  # the other end is in this worker as well
                 senders[key], receivers[key] = inproc_pair(end.edge.name, end.edge.capacity)
         elif end.end == "sender":
-            senders[key] = _open_sender(end.edge)
+            senders[key] = _open_sender(_seen_from(end.edge, local_host))
         else:
-            receivers[key] = _open_receiver(end.edge)
+            receivers[key] = _open_receiver(_seen_from(end.edge, local_host))
     return senders, receivers
 
 
-def _open_sender(edge: ShmDescription | CudaIpcDescription | NixlDescription) -> Sender:
+_Apart = ShmDescription | CudaIpcDescription | NixlDescription
+
+
+def _seen_from(edge: _Apart, local_host: str) -> _Apart:
+    return msgspec.structs.replace(edge, local_host=local_host) if isinstance(edge, NixlDescription) else edge
+
+
+def _open_sender(edge: _Apart) -> Sender:
     match edge:
         case ShmDescription():
             return ShmSender(edge)
@@ -130,7 +141,7 @@ def _open_sender(edge: ShmDescription | CudaIpcDescription | NixlDescription) ->
     assert_never(edge)
 
 
-def _open_receiver(edge: ShmDescription | CudaIpcDescription | NixlDescription) -> Receiver:
+def _open_receiver(edge: _Apart) -> Receiver:
     match edge:
         case ShmDescription():
             return ShmReceiver(edge)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,6 +31,16 @@ def tensor_over(array: np.ndarray) -> Tensor:
     return flat.view(getattr(torch, array.dtype.name)).view(array.shape)
 
 
+def _tensor_of(content: bytes, ref: FeatureRef) -> Tensor:
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return flat.view(getattr(torch, ref.dtype)).view(ref.shape)
+
+
+def no_arena(ref: FeatureRef) -> np.ndarray:
+    """The reader of a worker that shares no memory with the front process."""
+    raise AssertionError(f"features at {ref.offset} of {ref.arena} did not come with their message")
+
+
 class EncoderStage:
     """`build` loads the tower and returns the pool with its capacity line; `read` maps shared features, no
     copy."""
@@ -51,13 +62,14 @@ class EncoderStage:
 
     def handle(self, message: ToStage) -> list[FromStage]:
         assert isinstance(message, Encode), f"stage {self._name} got {type(message).__name__}"
-        self.pool.add(message, self._features(message.item.features))
+        features = self._features(message.item.features, message.features)
+        self.pool.add(msgspec.structs.replace(message, features=b""), features)
         return []
 
-    def _features(self, ref: FeatureRef | None) -> Tensor | None:
+    def _features(self, ref: FeatureRef | None, sent: bytes) -> Tensor | None:
         if ref is None:
             return None
-        features = tensor_over(self._read(ref))
+        features = _tensor_of(sent, ref) if sent else tensor_over(self._read(ref))
         return features if ref.columns is None else features[..., slice(*ref.columns)]
 
     def accept(self, chunk: Chunk) -> list[FromStage]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Protocol
@@ -19,14 +20,17 @@ from contracts.messages import FromStage, ToStage
 from preprocess.pool import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig
 from stages.coordinator import Coordinator
-from stages.deployment import Deployment, WorkerConfig, num_cores, parse_bytes
+from stages.deployment import Deployment, DeploymentError, WorkerConfig, num_cores, parse_bytes
 from stages.edges import ArenaDescription, EdgeEnd, ParentEdge, make_edge
+from stages.encoder_stage import no_arena
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
 from stages.omni_service import OmniService
 from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages
 from stages.planning import Plan, make_plan, plan_text
+from stages.ray_cluster import RayCluster
+from stages.remote_workers import Rendezvous
 from stages.service import ModelCard, WorkerInfo
 from stages.stage_board import SendToStage
 from stages.stage_logics import make_shells
@@ -59,7 +63,7 @@ async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
             stack.push_async_callback(preprocessor.close)
             await preprocessor.start()
         workers: Workers
-        groups = group_stages(plan.deployment, options.workers)
+        groups = group_stages(plan.deployment, options)
         if groups:
             coordinator, workers = await _start_processes(plan, options, groups, preprocessor, stack)
         else:
@@ -146,8 +150,13 @@ async def _start_processes(
 ) -> tuple[Coordinator, Supervisor]:
     edges: dict[tuple[str, str], ParentEdge] = {}
     connectors = choose_connectors(plan.deployment, plan.chunk_edges, groups)
+    cluster = RayCluster.join(options.ray) if options.ray is not None else None
+    if cluster is not None:
+        stack.push_async_callback(cluster.leave)
+    rendezvous = _make_rendezvous(plan.deployment, options, groups, cluster)
+    address = "" if rendezvous is None else rendezvous.address
     for (source, target), connector in connectors.items():
-        edges[source, target] = make_edge(plan.deployment, source, target, connector)
+        edges[source, target] = make_edge(plan.deployment, source, target, connector, address)
         stack.callback(edges[source, target].close)
     arena = None
     if preprocessor is not None:
@@ -161,12 +170,38 @@ async def _start_processes(
         deliver=lambda messages: coordinator.dispatch(messages),
         on_lost=lambda spec, again: _worker_lost(spec, again, edges, coordinator),
         config=_supervision(plan.deployment),
+        rendezvous=rendezvous,
+        read=no_arena if preprocessor is None else preprocessor.pool.arena.view,
     )
     coordinator = _make_coordinator(plan, supervisor.send)
     stack.push_async_callback(supervisor.stop)
     logger.info("starting workers: %s", ", ".join(f"{g.name} ({', '.join(g.stages)})" for g in groups))
     await supervisor.start()
+    if cluster is not None and rendezvous is not None:
+        needs = {group.name: _devices_of(group, plan.deployment) for group in groups}
+        await cluster.start(rendezvous.endpoint, rendezvous.token, needs)
     return coordinator, supervisor
+
+
+def _make_rendezvous(
+    deployment: Deployment,
+    options: ServeOptions,
+    groups: tuple[WorkerConfig, ...],
+    cluster: RayCluster | None,
+) -> Rendezvous | None:
+    """None when every worker is on this machine."""
+    away = [group for group in groups if group.host]
+    if not away:
+        return None
+    names = [group.name for group in away]
+    if cluster is not None:
+        return Rendezvous(cluster.address, 0, secrets.token_hex(16), names)
+    if not options.worker_token:
+        raise DeploymentError(
+            f"worker {names[0]!r}: host {away[0].host!r} is another machine; set"
+            " OMNISTAGE_WORKER_TOKEN to the same secret here and there"
+        )
+    return Rendezvous(deployment.cluster.address, deployment.cluster.port, options.worker_token, names)
 
 
 def _supervision(deployment: Deployment) -> SupervisorConfig:
@@ -209,10 +244,22 @@ def _worker_spec(
             ends.append(EdgeEnd(source, target, "receiver", description))
         if source in group.stages or target in group.stages:
             fds += edge.fds
-    placed = plan.deployment.placed
-    devices = dict.fromkeys(device for stage in group.stages for device in placed[stage].device_list)
-    threads = group.threads or max(1, num_cores() // len(groups))
-    return WorkerSpec(group.name, group.stages, tuple(devices), tuple(ends), threads, tuple(fds))
+    neighbours = sum(other.host == group.host for other in groups)
+    threads = group.threads or (0 if group.host else max(1, num_cores() // neighbours))
+    return WorkerSpec(
+        group.name,
+        group.stages,
+        _devices_of(group, plan.deployment),
+        tuple(ends),
+        threads,
+        tuple(fds),
+        group.host,
+    )
+
+
+def _devices_of(group: WorkerConfig, deployment: Deployment) -> tuple[str, ...]:
+    placed = deployment.placed
+    return tuple(dict.fromkeys(device for stage in group.stages for device in placed[stage].device_list))
 
 
 def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:

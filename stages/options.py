@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,4 +30,21 @@ class ServeOptions:
     allow_private_addresses: bool = False
     api_key: str | None = None
     workers: Literal["file", "one", "per-stage"] = "file"  # "file": as the deployment's [[worker]] groups say
+    ray: str | None = (
+        None  # place the workers as actors of the Ray cluster there; "auto": the one of this machine
+    )
+    worker_token: str | None = None  # what workers on other machines prove themselves by
+    machine: str = ""  # the `host` of the worker that these options are for
+    deployment_text: str | None = None  # the deployment's content, for a machine that does not have the file
     gpu_memory: tuple[tuple[str, int], ...] = ()  # (GPU, bytes free before any stage loaded); (): ask them
+
+
+def for_machine(options: ServeOptions, machine: str) -> ServeOptions:
+    """What a worker on another machine goes by: that one has neither the deployment's file nor this one's
+    GPUs."""
+    if not machine:
+        return options
+    text = options.deployment.read_text() if options.deployment is not None else None
+    return replace(
+        options, machine=machine, deployment=None, deployment_text=text, gpu_memory=(), worker_token=None
+    )

@@ -5,16 +5,25 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from stages.deployment import Connector, Deployment, DeploymentError, EdgeConfig, WorkerConfig
+from stages.options import ServeOptions
 
 
-def group_stages(deployment: Deployment, workers: str) -> tuple[WorkerConfig, ...]:
-    """Which stages share a process. None: all of them run in the front process. `workers` as in
-    ServeOptions; "file" without [[worker]] groups keeps the front process apart from stages on GPUs."""
+def group_stages(deployment: Deployment, options: ServeOptions) -> tuple[WorkerConfig, ...]:
+    """Which stages share a process. None: all of them run in the front process. `options.workers` "file"
+    without [[worker]] groups keeps the front process apart from stages on GPUs. Under Ray every worker is
+    taken for a machine of its own."""
+    workers = options.workers
+    if options.ray is not None:
+        groups = deployment.workers if workers == "file" else ()
+        groups = groups or _one_each(deployment)
+        return tuple(msgspec.structs.replace(group, host=group.name) for group in groups)
     if workers == "one":
         return _in_this_process(deployment)
     if workers == "per-stage":
-        return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in deployment.placed)
+        return _one_each(deployment)
     if deployment.workers:
         return deployment.workers
     return _one_per_gpu(deployment) or _in_this_process(deployment)
@@ -36,6 +45,16 @@ def _one_per_gpu(deployment: Deployment) -> tuple[WorkerConfig, ...]:
     )
 
 
+def _one_each(deployment: Deployment) -> tuple[WorkerConfig, ...]:
+    return tuple(WorkerConfig(name=stage, stages=(stage,)) for stage in deployment.placed)
+
+
+def hosts_elsewhere(deployment: Deployment, options: ServeOptions) -> dict[str, str]:
+    """Stages that do not run on the machine that the options are for, and the host of each."""
+    groups = group_stages(deployment, options)
+    return {stage: group.host for group in groups if group.host != options.machine for stage in group.stages}
+
+
 def _in_this_process(deployment: Deployment) -> tuple[WorkerConfig, ...]:
     """No groups; refused where the death of a rank would have to end the front process."""
     for name, lm in deployment.lms.items():
@@ -52,21 +71,28 @@ def choose_connectors(
 ) -> Mapping[tuple[str, str], Connector]:
     """Raises DeploymentError naming the edge and the field."""
     worker_of = {stage: group.name for group in groups for stage in group.stages}
+    host_of = {stage: group.host for group in groups for stage in group.stages}
     return {
         (source, target): choose_connector(
             deployment.edge(source, target),
             (_device_of(deployment, source), _device_of(deployment, target)),
             together=worker_of.get(source) == worker_of.get(target),
+            hosts=(host_of.get(source, ""), host_of.get(target, "")),
         )
         for source, target in edges
     }
 
 
-def choose_connector(edge: EdgeConfig, devices: tuple[str, str], *, together: bool) -> Connector:
-    """auto: in a process by hand, else by shared memory. Two ends in one process need no transport, whatever
-    the file says for them apart."""
+def choose_connector(
+    edge: EdgeConfig, devices: tuple[str, str], *, together: bool, hosts: tuple[str, str] = ("", "")
+) -> Connector:
+    """auto: in a process by hand, else by shared memory, but by NIXL where an end is on another host. Two
+    ends in
+    one process need no transport, whatever the file says for them apart."""
     if together:
         return "inproc"
+    if any(hosts):
+        edge = _across_hosts(edge, hosts)
     on_gpus = all(device.startswith("cuda") for device in devices)
     where = f"edge {edge.source}->{edge.target}.connector"
     match edge.connector:
@@ -88,6 +114,16 @@ def choose_connector(edge: EdgeConfig, devices: tuple[str, str], *, together: bo
             )
         case chosen:
             return chosen
+
+
+def _across_hosts(edge: EdgeConfig, hosts: tuple[str, str]) -> EdgeConfig:
+    if edge.connector in ("auto", "nixl"):
+        return msgspec.structs.replace(edge, connector="nixl")
+    source, target = (f"on {host!r}" if host else "here" for host in hosts)
+    raise DeploymentError(
+        f"edge {edge.source}->{edge.target}.connector: {edge.connector!r} wants both workers on this machine;"
+        f" {edge.source} is {source}, {edge.target} {target}: want 'nixl' or 'auto'"
+    )
 
 
 def _device_of(deployment: Deployment, stage: str) -> str:

@@ -31,7 +31,7 @@ from stages.memory_plan import (
     share_out,
 )
 from stages.options import ServeOptions
-from stages.placement import choose_connectors, group_stages
+from stages.placement import choose_connectors, group_stages, hosts_elsewhere
 from stages.replicas import spread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,8 @@ class Plan:
     family: Family
     deployment: Deployment
     contexts: dict[str, int]  # LM stage → tokens a sequence may have
-    stages: tuple[StagePlan, ...]  # one a rank of a tensor-parallel stage
+    stages: tuple[StagePlan, ...]  # of this machine; one a rank of a tensor-parallel stage
+    elsewhere: dict[str, str]  # stages of other machines, and their hosts, which plan their memory themselves
     options: ServeOptions
     pipeline: Pipeline  # of what runs: the family's, with every replica a stage of its own
     replicas: dict[str, tuple[str, ...]]  # the family's stages that run several times
@@ -76,12 +77,15 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     folder = model_folder(options)
     family = open_family(folder)
     family.pipeline.validate()
-    running = spread(
-        family.pipeline, load_deployment(family.pipeline, options.deployment, _overrides(options, family))
+    loaded = load_deployment(
+        family.pipeline, options.deployment, _overrides(options, family), options.deployment_text
     )
+    running = spread(family.pipeline, loaded)
     deployment = running.deployment
+    elsewhere = hosts_elsewhere(deployment, options)
+    here = deployment.without(elsewhere)
     if check_memory:
-        check_devices(deployment)
+        check_devices(here)
     census = take_census(folder)
     family.check_weights()
     contexts = {
@@ -90,12 +94,12 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
         )
         for name, lm in deployment.lms.items()
     }
-    devices = [device for placed in deployment.placed.values() for device in placed.device_list]
+    devices = [device for placed in here.placed.values() for device in placed.device_list]
     memory = DeviceMemory(dict(options.gpu_memory)) if options.gpu_memory else DeviceMemory.ask(devices)
     plans = [
-        *_plan_encoders(family, deployment, census, memory),
-        *_plan_lms(family, deployment, census, contexts, memory),
-        *(_plan_vocoder(name, config, census, memory) for name, config in deployment.vocoders.items()),
+        *_plan_encoders(family, here, census, memory),
+        *_plan_lms(family, here, census, contexts, memory),
+        *(_plan_vocoder(name, config, census, memory) for name, config in here.vocoders.items()),
     ]
     plans = share_out(plans, memory)
     if check_memory:
@@ -106,6 +110,7 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
         deployment=deployment,
         contexts=contexts,
         stages=tuple(plans),
+        elsewhere=elsewhere,
         options=replace(options, gpu_memory=tuple(memory.free_at_start.items())),
         pipeline=running.pipeline,
         replicas=running.replicas,
@@ -209,7 +214,7 @@ def plan_text(options: ServeOptions) -> str:
         f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
         "edges",
     ]
-    groups = group_stages(plan.deployment, options.workers)
+    groups = group_stages(plan.deployment, options)
     connectors = choose_connectors(plan.deployment, plan.chunk_edges, groups)
     for edge in pipeline.edges:
         config = plan.deployment.edge(edge.source, edge.target)
@@ -219,4 +224,5 @@ def plan_text(options: ServeOptions) -> str:
         )
     lines += [f"entry     {pipeline.entry}", f"terminals {', '.join(pipeline.terminals)}", "memory"]
     lines += ["  " + line for line in render_plan(list(plan.stages)).splitlines()]
+    lines += [f"  {stage}  on host {host}, which plans it" for stage, host in plan.elsewhere.items()]
     return "\n".join(lines)

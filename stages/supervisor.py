@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from contracts.messages import FromStage, StageFailed, StageReady, StageStats, ToStage
+from contracts.messages import Encode, FromStage, StageFailed, StageReady, StageStats, ToStage
 from stages.control import (
     ControlToWorker,
     FromWorker,
@@ -27,8 +27,10 @@ from stages.control import (
     encode,
 )
 from stages.edges import ArenaDescription, EdgeEnd
+from stages.encoder_stage import FeatureReader, no_arena
 from stages.mailbox import Mailbox
-from stages.options import ServeOptions
+from stages.options import ServeOptions, for_machine
+from stages.remote_workers import RemotePlace, RemoteProcess, Rendezvous
 from stages.service import WorkerInfo
 from stages.worker_processes import ForkServer, WorkerProcess
 
@@ -60,13 +62,14 @@ class WorkerSpec:
     edges: tuple[EdgeEnd, ...]
     threads: int
     fds: tuple[int, ...]  # inherited
+    host: str = ""  # another machine, where its agent starts it
 
 
 @dataclass(eq=False)
 class _Worker:
     spec: WorkerSpec
     token: str = ""
-    process: WorkerProcess | None = None
+    process: WorkerProcess | RemoteProcess | None = None
     identity: bytes | None = None  # of its ZMQ connection; None until Hello
     state: WorkerState = "starting"
     was_ready: bool = False  # in any of its lives
@@ -93,7 +96,11 @@ class Supervisor:
         deliver: Callable[[list[FromStage]], None],
         on_lost: Callable[[WorkerSpec, bool], None],
         config: SupervisorConfig | None = None,
+        rendezvous: Rendezvous | None = None,
+        read: FeatureReader = no_arena,
     ) -> None:
+        self._rendezvous = rendezvous
+        self._read = read
         self._config = config or SupervisorConfig()
         self._options = options
         self._arena = arena
@@ -115,6 +122,11 @@ class Supervisor:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
         self._socket.bind(self._endpoint)
+        self._remote_endpoint = ""
+        if self._rendezvous is not None:
+            self._socket.bind(f"tcp://{self._rendezvous.address}:*")
+            self._remote_endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._rendezvous.start()
         self._tasks = [
             asyncio.create_task(self._send_all()),
             asyncio.create_task(self._receive_all()),
@@ -125,6 +137,8 @@ class Supervisor:
 
     def send(self, stage: str, message: ToStage) -> None:
         worker = self._worker_of[stage]
+        if worker.spec.host and isinstance(message, Encode) and (ref := message.item.features) is not None:
+            message = msgspec.structs.replace(message, features=self._read(ref).tobytes())
         if worker.identity is None:
             worker.unsent.append((stage, message))
         else:
@@ -159,6 +173,8 @@ class Supervisor:
             late = ", ".join(worker.spec.name for worker in asked if not worker.exited.is_set())
             logger.warning("workers that did not stop in time are killed: %s", late)
         self._fork_server.stop()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         await asyncio.gather(*(w.exited.wait() for w in self._workers.values() if w.process is not None))
         for task in self._tasks:
             task.cancel()
@@ -174,24 +190,31 @@ class Supervisor:
 
         spec = worker.spec
         worker.token = secrets.token_hex(16)
+        arena = None if spec.host else self._arena
         setup = WorkerSetup(
             name=spec.name,
             stages=spec.stages,
-            endpoint=self._endpoint,
+            endpoint=self._remote_endpoint if spec.host else self._endpoint,
             token=worker.token,
-            options=self._options,
+            options=for_machine(self._options, spec.host),
             edges=spec.edges,
-            arena=self._arena,
+            arena=arena,
             threads=spec.threads,
             heartbeat_s=self._config.heartbeat_s,
             kv_blocks=worker.kv_blocks,
         )
-        fds = spec.fds + ((self._arena.fd,) if self._arena is not None else ())
+        fds = spec.fds + ((arena.fd,) if arena is not None else ())
         worker.exited.clear()
-        worker.process = self._fork_server.fork(
+        worker.process = self._place_of(worker).fork(
             spec.name, msgspec.json.encode(setup, enc_hook=str), fds, lambda: self._exited(worker)
         )
         self._set_timer(worker, self._config.start_limit_s, self._hung)
+
+    def _place_of(self, worker: _Worker) -> ForkServer | RemotePlace:
+        if not worker.spec.host:
+            return self._fork_server
+        assert self._rendezvous is not None, f"worker {worker.spec.name} is on {worker.spec.host}"
+        return self._rendezvous.places[worker.spec.name]
 
     def _exited(self, worker: _Worker) -> None:
         assert worker.process is not None
@@ -239,8 +262,8 @@ class Supervisor:
         if worker.process is None or worker.exited.is_set():
             return
         if worker.process.pid == 0:
-            logger.error("the fork server gives no worker %s and is killed", worker.spec.name)
-            self._fork_server.kill()
+            logger.error("nothing gives a worker %s, and what should have is begun afresh", worker.spec.name)
+            self._place_of(worker).kill()
             return
         logger.error("worker %s (pid %d) hangs and is killed", worker.spec.name, worker.process.pid)
         worker.process.kill()
@@ -295,6 +318,8 @@ class Supervisor:
         if worker is None or not secrets.compare_digest(worker.token, hello.token):
             logger.error("a stranger spoke to the control socket and is ignored")
             return
+        if isinstance(worker.process, RemoteProcess):
+            worker.process.pid = hello.pid
         worker.identity = identity
         self._by_identity[identity] = worker
         if worker.unsent:

@@ -16,7 +16,9 @@ import zmq.asyncio
 
 from contracts.messages import FromStage
 from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
+from stages.deployment import num_cores
 from stages.edges import ArenaDescription, EdgeEnd, open_arena, open_edge_ends
+from stages.encoder_stage import no_arena
 from stages.event_loops import loop_factory
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
@@ -35,9 +37,10 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     options: ServeOptions
     edges: tuple[EdgeEnd, ...]
     arena: ArenaDescription | None
-    threads: int
+    threads: int  # 0: as many as there are cores
     heartbeat_s: float
     kv_blocks: dict[str, int]  # stage → what an earlier life of this worker has measured
+    address: str = ""  # of this machine, as the others reach it; "": the route's own
 
 
 class _Worker:
@@ -46,8 +49,8 @@ class _Worker:
         self._outbox: Mailbox[FromStage] = Mailbox()
         plan = make_plan(setup.options, check_memory=False)  # the front process checked it
         plan = plan.with_kv_blocks(setup.kv_blocks)
-        senders, receivers = open_edge_ends(setup.edges)
-        read = open_arena(setup.arena) if setup.arena is not None else None
+        senders, receivers = open_edge_ends(setup.edges, setup.address)
+        read = open_arena(setup.arena) if setup.arena is not None else no_arena
         self._shells = make_shells(plan, setup.stages, senders, receivers, read, self._outbox.put_all)
         self._local = LocalWorker(self._shells)
 
@@ -94,13 +97,17 @@ class _Worker:
 
 def run(setup_json: bytes) -> None:
     """The whole life of a worker, in a process of its own."""
-    setup = msgspec.json.decode(setup_json, type=WorkerSetup, dec_hook=_decode_path)
+    setup = decode_setup(setup_json)
     form = f"%(asctime)s %(levelname)s {setup.name}: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, force=True)
-    torch.set_num_threads(setup.threads)
+    torch.set_num_threads(setup.threads or num_cores())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_Worker(setup).run())
+
+
+def decode_setup(setup_json: bytes) -> WorkerSetup:
+    return msgspec.json.decode(setup_json, type=WorkerSetup, dec_hook=_decode_path)
 
 
 def _decode_path(kind: type, value: object) -> object:

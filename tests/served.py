@@ -93,13 +93,12 @@ class Answer:
 
 
 class Served:
-    """Context manager. `overrides` are `PATH=VALUE` settings of the deployment."""
+    """Context manager. `overrides` are `PATH=VALUE` settings of the deployment, `options` further
+    ServeOptions."""
 
-    def __init__(
-        self, folder: Path, *overrides: str, workers: Shape = "one", deployment: Path | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *overrides: str, workers: Shape = "one", **options: Any) -> None:
         self._options = ServeOptions(
-            model=folder, dtype="float32", overrides=overrides, workers=workers, deployment=deployment
+            model=folder, dtype="float32", overrides=overrides, workers=workers, **options
         )
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="served")

@@ -59,7 +59,7 @@ def test_it_fits_and_its_edges_have_connectors(
 ) -> None:
     shape, gpus, gib = MEANT_FOR[file]
     plan = plan_of(monkeypatch, shapes(shape), file, gpus, gib)
-    groups = group_stages(plan.deployment, "file")
+    groups = group_stages(plan.deployment, plan.options)
     chosen = choose_connectors(plan.deployment, plan.chunk_edges, groups)
     assert set(chosen.values()) <= {"inproc", "shm"}
     assert {stage.device for stage in plan.stages} == {f"cuda:{i}" for i in range(gpus)}

@@ -13,6 +13,7 @@ from stages.deployment import (
     load_deployment,
 )
 from stages.edges import EdgeEnd, make_edge, open_edge_ends
+from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages
 from tests.stages.test_deployment import PIPELINE
 
@@ -43,7 +44,7 @@ def test_the_connector_of_an_edge(
     devices: tuple[str, str], connector: str, workers: str, chosen: str
 ) -> None:
     deployment = deployment_of(*devices, connector)
-    groups = group_stages(deployment, workers)
+    groups = group_stages(deployment, ServeOptions(workers=workers))
     assert choose_connectors(deployment, [EDGE], groups) == {EDGE: chosen}
 
 
@@ -78,7 +79,7 @@ def test_refusals_name_the_edge_and_the_field(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     deployment = deployment_of("cuda:0", "cpu", connector)
     with pytest.raises(DeploymentError, match=message):
-        choose_connectors(deployment, [EDGE], group_stages(deployment, "per-stage"))
+        choose_connectors(deployment, [EDGE], group_stages(deployment, ServeOptions(workers="per-stage")))
 
 
 def test_features_have_a_way_of_their_own(tmp_path) -> None:

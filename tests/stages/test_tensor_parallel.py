@@ -233,5 +233,5 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
         plan_of(folder, "thinker.tensor_parallel=2", "thinker.devices=cuda:1")
     options = ServeOptions(model=folder, overrides=("thinker.tensor_parallel=2", "thinker.devices=cpu"))
     with pytest.raises(DeploymentError, match="worker process of their own"):
-        group_stages(make_plan(options).deployment, options.workers)
+        group_stages(make_plan(options).deployment, options)
     assert "thinker/1" in plan_text(dataclasses.replace(options, workers="per-stage"))
