@@ -37,7 +37,7 @@ check: .venv/.packages
 .venv/.packages: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing packages (a few minutes, in silence)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--constraint constraints.txt --editable '.[dev,model]'
+		--constraint constraints.txt --editable '.[dev,model,nixl]'
 	@touch $@
 
 # The kernels' tests run in Triton's interpreter where there is no GPU; serving on a CPU needs no Triton.

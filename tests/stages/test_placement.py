@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
 from stages.deployment import (
@@ -10,11 +13,12 @@ from stages.deployment import (
     EdgeConfig,
     EncoderConfig,
     LMConfig,
+    WorkerConfig,
     load_deployment,
 )
 from stages.edges import EdgeEnd, make_edge, open_edge_ends
 from stages.options import ServeOptions
-from stages.placement import choose_connectors, group_stages
+from stages.placement import choose_connectors, group_stages, hosts_elsewhere
 from tests.stages.test_deployment import PIPELINE
 
 EDGE = ("vision", "thinker")
@@ -80,6 +84,43 @@ def test_refusals_name_the_edge_and_the_field(
     deployment = deployment_of("cuda:0", "cpu", connector)
     with pytest.raises(DeploymentError, match=message):
         choose_connectors(deployment, [EDGE], group_stages(deployment, ServeOptions(workers="per-stage")))
+
+
+def test_edges_between_hosts_go_by_nixl_and_by_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = (
+        WorkerConfig(name="encoder", stages=("vision",)),
+        WorkerConfig(name="lm", stages=("thinker",), host="second"),
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    for connector in ("auto", "nixl"):
+        chosen = choose_connectors(deployment_of("cuda:0", "cuda:0", connector), [EDGE], groups)
+        assert chosen == {EDGE: "nixl"}
+    for connector in ("shm", "cuda_ipc"):
+        message = rf"edge vision->thinker.connector: '{connector}' .* vision is here, thinker on 'second'"
+        with pytest.raises(DeploymentError, match=message):
+            choose_connectors(deployment_of("cuda:0", "cuda:0", connector), [EDGE], groups)
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0"])
+def test_a_worker_elsewhere_needs_an_address_to_come_to(tmp_path: Path, address: str) -> None:
+    file = tmp_path / "d.toml"
+    workers = '[[worker]]\nname = "w"\nstages = ["vision", "thinker"]\nhost = "second"\n'
+    file.write_text(f'[cluster]\naddress = "{address}"\n{workers}')
+    with pytest.raises(DeploymentError, match=r"cluster.address: worker 'w' is on host 'second'"):
+        load_deployment(PIPELINE, file)
+
+
+def test_the_stages_of_other_hosts_are_not_this_machines() -> None:
+    workers = (
+        WorkerConfig(name="encoder", stages=("vision",)),
+        WorkerConfig(name="lm", stages=("thinker",), host="second"),
+    )
+    deployment = msgspec.structs.replace(deployment_of("cpu", "cpu"), workers=workers)
+    assert hosts_elsewhere(deployment, ServeOptions()) == {"thinker": "second"}
+    assert hosts_elsewhere(deployment, ServeOptions(machine="second")) == {"vision": ""}
+    assert hosts_elsewhere(deployment, ServeOptions(workers="one")) == {}
+    assert hosts_elsewhere(deployment, ServeOptions(ray="auto", machine="lm")) == {"vision": "encoder"}
+    assert set(deployment.without({"thinker"}).placed) == {"vision"}
 
 
 def test_features_have_a_way_of_their_own(tmp_path) -> None:
