@@ -51,6 +51,8 @@ def _one_each(deployment: Deployment) -> tuple[WorkerConfig, ...]:
 
 def hosts_elsewhere(deployment: Deployment, options: ServeOptions) -> dict[str, str]:
     """Stages that do not run on the machine that the options are for, and the host of each."""
+    if options.ray is None and not any(worker.host for worker in deployment.workers):
+        return {}
     groups = group_stages(deployment, options)
     return {stage: group.host for group in groups if group.host != options.machine for stage in group.stages}
 

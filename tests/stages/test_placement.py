@@ -65,8 +65,8 @@ def test_stages_on_gpus_are_apart_from_the_front_process(
     devices: tuple[str, str], groups: dict[str, tuple[str, ...]]
 ) -> None:
     deployment = deployment_of(*devices)
-    assert {group.name: group.stages for group in group_stages(deployment, "file")} == groups
-    assert group_stages(deployment, "one") == ()
+    assert {group.name: group.stages for group in group_stages(deployment, ServeOptions())} == groups
+    assert group_stages(deployment, ServeOptions(workers="one")) == ()
 
 
 @pytest.mark.parametrize(
