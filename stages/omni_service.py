@@ -22,6 +22,7 @@ from contracts.errors import (
 from contracts.media import MediaItem, MediaSource, Prompt
 from contracts.messages import Audio, Generate, IntegrityReport
 from contracts.params import SamplingParams
+from contracts.timings import Timing
 from model_families.family import Family
 from model_families.text import ChatTokenizer
 from preprocess.service import Preprocessor
@@ -343,6 +344,9 @@ class OmniService:
             stats["routing"] = routing
         stats["front"] = {"open_requests": float(self._num_open), **self._speech.stats()}
         return stats
+
+    def timings(self) -> tuple[Timing, ...]:
+        return self._coordinator.board.timings()
 
     @property
     def router(self) -> PrefixRouter:
