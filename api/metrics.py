@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from contracts.timings import BOUNDS_S
 from stages.service import Service
 
 _TTFT_S = (
@@ -36,6 +38,14 @@ _VLLM_COUNTERS = {
     "num_preemptions": "Requests preempted for want of KV blocks.",
 }
 
+TIMING_TEXTS = {
+    "stage_queue_seconds": "From an order's or a chunk's coming to the step that takes it up.",
+    "stage_step_seconds": "One step of the stage.",
+    "edge_credit_wait_seconds": "Sends that found the edge full.",
+    "edge_copy_seconds": "The sender's copy into the edge.",
+    "edge_delivery_seconds": "From a chunk's sending to its receiving.",
+}
+
 
 class StageCollector(Collector):
     """Reads the stages' latest values when scraped; nothing is copied between scrapes."""
@@ -55,6 +65,20 @@ class StageCollector(Collector):
         yield from self._vllm(by_name)
         for name, by_stage in sorted(by_name.items()):
             yield self._ours(name, by_stage)
+        yield from self._timings()
+
+    def _timings(self) -> Iterable[Metric]:
+        """`le` counts are cumulative, as Prometheus wants them."""
+        families: dict[str, HistogramMetricFamily] = {}
+        for timing in self._service.timings():
+            labels = ["model_name", "stage"]
+            family = families.setdefault(
+                timing.name,
+                HistogramMetricFamily(f"omnistage:{timing.name}", TIMING_TEXTS[timing.name], labels=labels),
+            )
+            buckets = zip((*map(str, BOUNDS_S), "+Inf"), accumulate(timing.counts), strict=True)
+            family.add_metric([self._model, timing.place], list(buckets), timing.total_s)
+        yield from families.values()
 
     def _vllm(self, by_name: dict[str, dict[str, float]]) -> Iterable[Metric]:
         for name, (text, combine) in _VLLM_GAUGES.items():

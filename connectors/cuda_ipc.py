@@ -193,7 +193,13 @@ class CudaIpcSender(ShmSender):
             )
         nbytes = packed.nbytes + sum(tensor.nbytes for tensor in on_device.values())
         return _PackedForDevice(
-            packed.header, packed.tensors, nbytes, packed.size, tuple(on_device.values()), size
+            packed.header,
+            packed.tensors,
+            packed.tensor_nbytes,
+            nbytes,
+            packed.size,
+            tuple(on_device.values()),
+            size,
         )
 
     def _reserve(self, packed: Packed) -> tuple[int, int | None] | None:

@@ -37,7 +37,7 @@ class _Channel:
     capacity: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     credits: int = 0
-    queue: deque[Chunk] = field(default_factory=deque)
+    queue: deque[tuple[Chunk, float]] = field(default_factory=deque)  # and when it was sent, monotonic
     unreleased: dict[int, Chunk] = field(
         default_factory=dict
     )  # id(chunk) → chunk: received, credit not returned
@@ -47,7 +47,8 @@ class _Channel:
     receiver_waiters: list[_Waiter] = field(default_factory=list)
     sender_closed: bool = False
     receiver_closed: bool = False
-    stats: EdgeStats = field(default_factory=EdgeStats)
+    sent: EdgeStats = field(default_factory=EdgeStats)
+    received: EdgeStats = field(default_factory=EdgeStats)
 
     def check(self) -> None:
         held = self.credits + len(self.queue) + len(self.unreleased)
@@ -67,7 +68,7 @@ class InprocSender:
 
     @property
     def stats(self) -> EdgeStats:
-        return self._channel.stats
+        return self._channel.sent
 
     async def send(self, chunk: Chunk) -> None:
         """See `connectors.interface.Sender`. The tensors are handed over, not copied: do not write to them
@@ -84,11 +85,11 @@ class InprocSender:
                 if channel.credits > 0:
                     self._enqueue(chunk)
                     if waiting_since is not None:
-                        channel.stats.wait_seconds_total += time.monotonic() - waiting_since
+                        channel.sent.wait.add(time.monotonic() - waiting_since)
                     return
                 if waiting_since is None:
                     waiting_since = time.monotonic()
-                    channel.stats.waits_total += 1
+                    channel.sent.waits_total += 1
                 channel.sender_waiters.append(waiter)
             await waiter.event.wait()
 
@@ -102,9 +103,9 @@ class InprocSender:
         else:
             channel.next_seq[key] = expected + 1
         channel.credits -= 1
-        channel.queue.append(chunk)
-        channel.stats.chunks_total += 1
-        channel.stats.bytes_total += chunk.nbytes
+        channel.queue.append((chunk, time.monotonic()))
+        channel.sent.chunks_total += 1
+        channel.sent.bytes_total += chunk.nbytes
         channel.check()
         _wake_all(channel.receiver_waiters)
 
@@ -135,6 +136,10 @@ class InprocReceiver:
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
 
+    @property
+    def stats(self) -> EdgeStats:
+        return self._channel.received
+
     async def receive(self) -> Chunk:
         """See `connectors.interface.Receiver`. What was sent before the sender closed is still delivered."""
         channel = self._channel
@@ -142,7 +147,8 @@ class InprocReceiver:
             waiter = _Waiter(asyncio.get_running_loop(), asyncio.Event())
             with channel.lock:
                 if channel.queue:
-                    chunk = channel.queue.popleft()
+                    chunk, sent_s = channel.queue.popleft()
+                    self._count(chunk, sent_s)
                     channel.unreleased[id(chunk)] = chunk
                     channel.check()
                     return chunk
@@ -150,6 +156,12 @@ class InprocReceiver:
                     raise PeerLost(f"edge {channel.name} is closed")
                 channel.receiver_waiters.append(waiter)
             await waiter.event.wait()
+
+    def _count(self, chunk: Chunk, sent_s: float) -> None:
+        stats = self._channel.received
+        stats.chunks_total += 1
+        stats.bytes_total += chunk.nbytes
+        stats.wait.add(time.monotonic() - sent_s)
 
     async def renewed(self) -> None:
         """Never returns: both ends live and die with one process."""
@@ -178,7 +190,7 @@ class InprocReceiver:
 
 
 def _drop_queued(channel: _Channel, request_id: str) -> None:
-    kept = deque(chunk for chunk in channel.queue if chunk.request_id != request_id)
+    kept = deque(entry for entry in channel.queue if entry[0].request_id != request_id)
     channel.credits += len(channel.queue) - len(kept)
     channel.queue = kept
     channel.check()

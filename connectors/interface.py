@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from connectors.stats import EdgeStats
 from contracts.chunks import Chunk
 
 
 class Sender(Protocol):
+    @property
+    def stats(self) -> EdgeStats: ...
+
     async def send(self, chunk: Chunk) -> None:
         """Waits for a free credit. Raises PeerLost when the receiver is gone. A chunk of a cancelled
         request is dropped."""
@@ -25,6 +29,9 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
+    @property
+    def stats(self) -> EdgeStats: ...
+
     hands_over: bool  # tensors stay valid after `release` (in-process); else copy what outlives it
 
     async def receive(self) -> Chunk:

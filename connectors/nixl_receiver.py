@@ -363,7 +363,7 @@ class NixlReceiver:
         self._held[id(chunk)] = _Held(chunk, announced.slot, pool, self._epoch)
         self.stats.chunks_total += 1
         self.stats.bytes_total += chunk.nbytes
-        self.stats.wait_seconds_total += max(time.time_ns() - announced.sent_ns, 0) / 1e9
+        self.stats.wait.add(max(time.time_ns() - announced.sent_ns, 0) / 1e9)
         return chunk
 
     def _check_seq(self, chunk: Chunk) -> None:

@@ -193,7 +193,7 @@ class CreditedSender(ABC):
         self._write(slot, span, chunk, packed)
         self.stats.chunks_total += 1
         self.stats.bytes_total += packed.nbytes
-        self.stats.transfer_seconds_total += (time.monotonic_ns() - start_ns) / 1e9
+        self.stats.transfer.add((time.monotonic_ns() - start_ns) / 1e9)
         return True
 
     async def _send_in_turn(self, chunk: Chunk, packed: Packed) -> None:
@@ -208,7 +208,7 @@ class CreditedSender(ABC):
             self._waiting.remove(waiting)
             if self._waiting:
                 self._waiting[0].event.set()
-            self.stats.wait_seconds_total += time.monotonic() - start
+            self.stats.wait.add(time.monotonic() - start)
 
     def _is_served(self, waiting: _Waiting, chunk: Chunk, packed: Packed) -> bool:
         if not self._closed:

@@ -167,7 +167,7 @@ class ShmReceiver:
         self._held[id(chunk)] = slot, chunk
         self.stats.chunks_total += 1
         self.stats.bytes_total += chunk.nbytes
-        self.stats.wait_seconds_total += (time.monotonic_ns() - sent_ns) / 1e9
+        self.stats.wait.add((time.monotonic_ns() - sent_ns) / 1e9)
         return chunk
 
     def _complete(self, slot: int, chunk: Chunk) -> Chunk:

@@ -13,7 +13,7 @@ from contracts.chunks import Chunk, ChunkHeader, TensorHeader
 
 ALIGNMENT = 64
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}  # quantized
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ChunkHeader)
 
@@ -27,6 +27,7 @@ class Packed(msgspec.Struct, frozen=True):
 
     header: bytes
     tensors: tuple[torch.Tensor, ...]
+    tensor_nbytes: tuple[int, ...]
     nbytes: int
     size: int
 
@@ -46,6 +47,8 @@ class Memory:
         assert offset + nbytes <= len(self.pages), f"{nbytes} bytes at {offset} of {len(self.pages)}"
         if nbytes == 0:
             return self.data[:0].view(dtype).view(shape)
+        if len(shape) == 1:  # the cheapest, most of all for a process that has just been woken
+            return torch.frombuffer(self.pages, dtype=dtype, count=shape[0], offset=offset)
         whole = self._typed.get(dtype)
         if whole is None:
             whole = self.data[: len(self.pages) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -68,8 +71,6 @@ class Memory:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) == 1:
-        return (1,)
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -91,18 +92,16 @@ def pack(chunk: Chunk, on_device: Mapping[str, torch.Tensor] | None = None) -> P
             meta=chunk.meta,
         )
     )
-    size, nbytes = align(len(header)), 0
-    for tensor in tensors:
-        nbytes += tensor.nbytes
-        size += align(tensor.nbytes)
-    return Packed(header, tensors, nbytes, size)
+    tensor_nbytes = tuple([tensor.nbytes for tensor in tensors])
+    size = align(len(header)) + sum([align(nbytes) for nbytes in tensor_nbytes])
+    return Packed(header, tensors, tensor_nbytes, sum(tensor_nbytes), size)
 
 
 def _headers(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorHeader, ...]:
     headers = []
     for name, tensor in tensors.items():
         assert tensor.layout is torch.strided, f"{name}: only strided tensors cross an edge"
-        assert not tensor.is_quantized, f"{name}: only plain tensors cross an edge"
+        assert tensor.dtype in _DTYPE_NAMES, f"{name}: only plain tensors cross an edge"
         headers.append(TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
     return tuple(headers)
 
@@ -113,8 +112,7 @@ def write(memory: Memory, offset: int, packed: Packed) -> None:
     header = packed.header
     memory.pages[offset : offset + len(header)] = header
     offset += align(len(header))
-    for tensor in packed.tensors:
-        nbytes = tensor.nbytes
+    for tensor, nbytes in zip(packed.tensors, packed.tensor_nbytes, strict=True):
         if nbytes:
             _write_tensor(memory, offset, tensor, nbytes)
         offset += align(nbytes)

@@ -9,6 +9,7 @@ import msgspec
 from contracts.errors import ErrorInfo
 from contracts.media import MediaItem, Prompt
 from contracts.params import SamplingParams
+from contracts.timings import Timing
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -199,10 +200,13 @@ class StageReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, tag=True):
-    """Counters (monotonic, end in _total) and gauges of a stage, by their metric name without prefix."""
+    """Counters (monotonic, end in _total) and gauges of a stage, by their metric name without prefix; the
+    counters of the edges that leave it, by target; its times and those of its ends of edges."""
 
     stage: str
     values: dict[str, float]
+    edges: dict[str, dict[str, float]] = {}
+    timings: tuple[Timing, ...] = ()
 
 
 class StageFailed(msgspec.Struct, frozen=True, tag=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ class _Flight:
 
     key: tuple[EmbeddingKey, Grid]  # a digest is a hint: another size is another content
     waiters: list[_Waiter]
+    since_s: float  # monotonic
 
     @property
     def item(self) -> MediaItem:
@@ -71,6 +73,7 @@ class EncoderPool:
         self._ready: deque[EncodeOutcome] = deque()
         self._num_waiting = 0
         self._batches = self._items = self._tokens = self._patches = self._joined = self._failures = 0
+        self._queued_s = 0.0
         self._encode_next = False
 
     # --- what the shell calls -----------------------------------------------------------------------------
@@ -94,7 +97,7 @@ class EncoderPool:
                 self._joined += 1
                 flight.waiters.append(waiter)
             else:
-                self._flights[key, item.grid_thw] = _Flight((key, item.grid_thw), [waiter])
+                self._flights[key, item.grid_thw] = _Flight((key, item.grid_thw), [waiter], time.monotonic())
 
     def abort(self, request_id: str) -> None:
         """Forgets the request: its features are not read any more, its embeddings are released.
@@ -161,6 +164,7 @@ class EncoderPool:
             "encoder_joined_total": self._joined,
             "encoder_failures_total": self._failures,
             "encoder_waiting_items": self._num_waiting,
+            "encoder_queue_seconds_total": self._queued_s,
         }
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -195,6 +199,7 @@ class EncoderPool:
 
     def _forward(self, batch: list[_Flight]) -> list[Tensor]:
         inputs = [_encoder_input(flight) for flight in batch]
+        now_s = time.monotonic()
         results = self._model.encode(inputs)
         width = self._model.embedding_width
         wanted = [(i.num_tokens, width) for i in inputs]
@@ -203,6 +208,7 @@ class EncoderPool:
             raise ValueError(f"the encoder gave embeddings of shapes {given} instead of {wanted}")
         self._batches += 1
         self._items += len(inputs)
+        self._queued_s += now_s * len(batch) - sum(flight.since_s for flight in batch)
         self._tokens += sum(i.num_tokens for i in inputs)
         self._patches += sum(t * h * w for t, h, w in (i.grid_thw for i in inputs))
         return results

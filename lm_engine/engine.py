@@ -376,6 +376,8 @@ class LMEngine:
             "prefix_cache_queries_total": scheduler.counters.prefix_queries,
             "prefix_cache_hits_total": scheduler.counters.prefix_hits,
             "num_preemptions_total": scheduler.counters.preemptions,
+            "num_admissions_total": scheduler.counters.admissions,
+            "admission_wait_seconds_total": scheduler.counters.queue_seconds,
             **self._totals,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Counters:
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0
     preemptions: int = 0
+    admissions: int = 0  # of requests, the first of each
+    queue_seconds: float = 0.0  # before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +322,12 @@ class Scheduler:
         self._count_hit(seq, start.position)
         self.ledger.release_covered(request)
 
+    def _count_admission(self, request: Request) -> None:
+        if request.queued_since_s is not None:
+            self.counters.admissions += 1
+            self.counters.queue_seconds += time.monotonic() - request.queued_since_s
+            request.queued_since_s = None
+
     def _leave_queue_for_slot(self, seq: Sequence) -> None:
         self.queue.take(seq)
         self._leave_room(seq)
@@ -327,6 +336,7 @@ class Scheduler:
         self._prefilling[seq] = None
         if seq.request.num_running == 0:
             self.room.count(seq.request, -1)
+            self._count_admission(seq.request)
         seq.request.num_running += 1
 
     def _count_hit(self, seq: Sequence, position: int) -> None:

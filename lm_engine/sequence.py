@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class Request:
     claims: dict[int, Tensor | None] = field(default_factory=dict)  # item → embeddings, None = asked for
     num_running: int = 0
     num_unfinished: int = 0
+    queued_since_s: float | None = field(default_factory=time.monotonic)  # None: it was admitted once
     num_cached_tokens: int | None = None  # prompt tokens served from the prefix cache, once known
     reported: bool = False  # its first Generated, with the cached share, is out
     # With speech: the last token that is drawn is none of the answer's, which then ends with this reason.

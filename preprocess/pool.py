@@ -13,13 +13,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
 
 from contracts.compilation import BuildError
-from contracts.digests import Buffer, ContentDigest, Digester
 from contracts.errors import (
     EngineError,
     MediaDecodeError,
@@ -29,13 +28,11 @@ from contracts.errors import (
     ServiceUnavailable,
     TooManyRequests,
 )
-from contracts.media import MediaItem
-from contracts.specs import MediaLimits
 from preprocess.arena import Arena, Block, Lease
+from preprocess.jobs import MediaJob, PoolConfig, ProcessedSource, check_items
 from preprocess.process import WorkerProcess
 from preprocess.protocol import Done, Drop, Grant, Ready, Setup, SizeKnown, Task, TaskFailed
-from preprocess.recipes import Recipe
-from preprocess.resampling import ResizeChoice, compile_resize
+from preprocess.resampling import compile_resize
 
 MAX_ATTEMPTS = 2  # an item whose worker died is tried once more: the death may not have been its fault
 MAX_START_FAILURES = 3  # in a row, then jobs are refused until a worker starts again
@@ -43,54 +40,6 @@ RESTART_PAUSE_S = 0.5  # doubled at each further failure
 MAX_RESTART_PAUSE_S = 30.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PoolConfig:
-    """`limits` gives the time and memory limit of a job and the pixel cap. `resize` "auto": in C where
-    there is
-    a compiler, to the same bits."""
-
-    num_workers: int
-    resize: ResizeChoice = "auto"
-    digester: Digester = field(default_factory=Digester.random)
-    limits: MediaLimits = field(default_factory=MediaLimits)
-    max_queued_jobs: int = 256
-    arena_bytes: int = 512 << 20
-    recycle_after_items: int = 2000
-    recycle_rss_bytes: int = 512 << 20
-    cancel_grace_s: float = 1.0  # a cancelled item may finish in its worker for this long
-    start_timeout_s: float = 60.0
-    worker_module: str = "preprocess.worker"
-
-
-@dataclass(frozen=True)
-class MediaJob:
-    """One source. `data` is read until `process` returns. `bytes_digest` covers data and recipe."""
-
-    data: Buffer
-    bytes_digest: ContentDigest
-    recipe: Recipe
-
-
-@dataclass(frozen=True)
-class ProcessedMedia:
-    """`item.features` is valid until `lease.release()`."""
-
-    item: MediaItem
-    lease: Lease
-
-
-@dataclass(frozen=True)
-class ProcessedSource:
-    """The items of one source, in one block of the arena; features are valid until `lease.release()`."""
-
-    items: tuple[MediaItem, ...]
-    lease: Lease
-
-    def share(self) -> tuple[ProcessedMedia, ...]:
-        """Each item on a lease of its own."""
-        return tuple(ProcessedMedia(item, self.lease.share()) for item in self.items)
 
 
 @dataclass
@@ -337,7 +286,7 @@ class PreprocessPool:
         if not isinstance(reply, Done | TaskFailed):
             raise msgspec.ValidationError(f"unexpected {type(reply).__name__} from a worker")
         if isinstance(reply, Done):
-            _check_items(reply.items, self.arena.name, blocks)
+            check_items(reply.items, self.arena.name, blocks)
         worker.rss_bytes = reply.rss_bytes
         return reply
 
@@ -398,20 +347,6 @@ class PreprocessPool:
 
     def _retry_after_s(self) -> float:
         return max(1.0, len(self._queue) * self._mean_job_s / self.config.num_workers)
-
-
-def _check_items(items: tuple[MediaItem, ...], arena: str, blocks: list[Block]) -> None:
-    """The features lie inside the block that was granted. Raises msgspec.ValidationError."""
-    for item in items:
-        ref = item.features
-        within = ref is not None and any(
-            ref.arena == arena and b.offset <= ref.offset <= ref.offset + ref.nbytes <= b.offset + b.nbytes
-            for b in blocks
-        )
-        if not within:
-            raise msgspec.ValidationError("features outside of the granted block")
-    if not items:
-        raise msgspec.ValidationError("a source without items")
 
 
 def _not_running() -> ServiceUnavailable:

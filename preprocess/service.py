@@ -19,7 +19,8 @@ from contracts.specs import MediaSpecs
 from preprocess.addresses import Resolver, system_resolver
 from preprocess.fetch import INLINE_BYTES, Fetcher
 from preprocess.index import MediaIndex
-from preprocess.pool import MediaJob, PoolConfig, PreprocessPool, ProcessedMedia, ProcessedSource
+from preprocess.jobs import MediaJob, PoolConfig, ProcessedMedia, ProcessedSource
+from preprocess.pool import PreprocessPool
 from preprocess.recipes import make_recipe
 
 

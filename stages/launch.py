@@ -17,7 +17,7 @@ from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
 from contracts.digests import Digester
 from contracts.messages import FromStage, ToStage
-from preprocess.pool import PoolConfig
+from preprocess.jobs import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment, DeploymentError, WorkerConfig, num_cores, parse_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -19,6 +20,8 @@ class Mailbox(Generic[T]):
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._filled: asyncio.Event | None = None
+        self._first_put_s = 0.0
+        self.drained_since_s = 0.0  # monotonic: when the oldest of the items last drained was put
 
     def bind(self) -> None:
         """Called once on the loop that drains; items put earlier are kept."""
@@ -35,6 +38,8 @@ class Mailbox(Generic[T]):
         with self._lock:
             was_empty = not self._items
             self._items.extend(items)
+            if was_empty:
+                self._first_put_s = time.monotonic()
             loop, filled = self._loop, self._filled
             if items and was_empty and loop is not None and filled is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(filled.set)
@@ -47,6 +52,7 @@ class Mailbox(Generic[T]):
             with self._lock:
                 self._filled.clear()
                 items = list(self._items)
+                self.drained_since_s = self._first_put_s
                 self._items.clear()
             if items:
                 return items

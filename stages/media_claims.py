@@ -14,7 +14,7 @@ import asyncio
 import msgspec
 
 from contracts.media import MediaItem
-from preprocess.pool import ProcessedMedia
+from preprocess.jobs import ProcessedMedia
 from preprocess.service import Preprocessor, ResolvedMedia
 
 

@@ -5,40 +5,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-import msgspec
-
-from contracts.conversation import Conversation, TextPart
+from contracts.conversation import Conversation
 from contracts.errors import (
     BadRequest,
-    ContextLengthExceeded,
     RequestTimeout,
     TooManyRequests,
 )
-from contracts.media import MediaItem, MediaSource, Prompt
+from contracts.media import MediaSource
 from contracts.messages import Audio, Generate, IntegrityReport
-from contracts.params import SamplingParams
+from contracts.timings import Timing
 from model_families.family import Family
 from model_families.text import ChatTokenizer
 from preprocess.service import Preprocessor
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment
 from stages.media_claims import ClaimRegistry, MediaClaim
+from stages.prompting import PromptDesk, media_tokens
 from stages.recording import Recording
 from stages.routing import PrefixRouter
 from stages.service import (
-    UNLIMITED,
     AudioChunk,
     Event,
     GenerationRequest,
     ModelCard,
     PromptReady,
     RecordingReady,
-    SpeechOptions,
     StageHealth,
     Tokens,
     TranscriptionEvent,
@@ -47,10 +42,6 @@ from stages.service import (
 )
 from stages.speech_orders import SpeechDesk
 from stages.transcription import transcribe
-
-# Longer conversations are tokenised off the event loop.
-INLINE_TOKENIZE_CHARS = 20_000
-
 
 EventT = TypeVar("EventT")
 
@@ -75,17 +66,15 @@ class OmniService:
         self.card = card
         self.tokenizer: ChatTokenizer = family.tokenizer
         self._family = family
+        self._prompts = PromptDesk(family, context_length)
         self._speech = SpeechDesk(family.speech, deployment, card.names[0])
         self._deployment = deployment
         self._coordinator = coordinator
         self._workers = workers
         self._preprocessor = preprocessor
         self._claims = None if preprocessor is None else ClaimRegistry(preprocessor)
-        self._context_length = context_length
         self._num_open = 0
         self._departure = asyncio.Event()
-        tokenizer = self.tokenizer
-        self._longest_token_chars = max(len(tokenizer.token_text(i)) for i in range(tokenizer.vocab_size))
 
     # --- generation -------------------------------------------------------------------------------------
 
@@ -165,7 +154,7 @@ class OmniService:
                 yield PromptReady(
                     request_id=request_id,
                     prompt_token_ids=message.prompt.token_ids,
-                    media_tokens=_media_tokens(message.prompt),
+                    media_tokens=media_tokens(message.prompt),
                     max_tokens=message.sampling.max_tokens,
                 )
             answer = self._coordinator.run(message, tuple(claims), order)
@@ -180,12 +169,12 @@ class OmniService:
     async def _message(
         self, request_id: str, request: GenerationRequest, claims: list[MediaClaim]
     ) -> Generate:
-        prompt = await self._build_prompt(request.input, [claim.item for claim in claims])
-        forced = None if request.speech is None else self._forced(request.speech)
+        prompt = await self._prompts.build(request.input, [claim.item for claim in claims])
+        forced = None if request.speech is None else self._prompts.forced(request.speech)
         return Generate(
             request_id=request_id,
             prompt=prompt,
-            sampling=self._complete_sampling(prompt, request.sampling, forced),
+            sampling=self._prompts.complete(prompt, request.sampling, forced),
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=request.cache_salt,
@@ -237,79 +226,6 @@ class OmniService:
                     code="unsupported_modality",
                 )
 
-    async def _build_prompt(
-        self, given: Conversation | str | tuple[int, ...], items: list[MediaItem]
-    ) -> Prompt:
-        if isinstance(given, tuple):
-            self._check_token_ids(given)
-            return Prompt(list(given))
-        tokenizer = self.tokenizer
-        self._check_text_length(given)
-        if isinstance(given, str):  # a prompt the client has rendered itself: its special tokens are meant
-            if len(given) > INLINE_TOKENIZE_CHARS:
-                ids = await asyncio.to_thread(
-                    tokenizer.encode, given, add_special_tokens=True, parse_special=True
-                )
-            else:
-                ids = tokenizer.encode(given, add_special_tokens=True, parse_special=True)
-        elif _num_chars(given) > INLINE_TOKENIZE_CHARS:
-            ids = await asyncio.to_thread(tokenizer.encode_conversation, given)
-        else:
-            ids = tokenizer.encode_conversation(given)
-        if not ids:
-            raise BadRequest("the prompt is empty", param="prompt")
-        return self._family.layout(ids, items)
-
-    def _check_text_length(self, given: Conversation | str) -> None:
-        """Refuses text that cannot fit however it is cut, before tokenising takes time and memory for it."""
-        num_chars = len(given) if isinstance(given, str) else _num_chars(given)
-        if num_chars > self._context_length * self._longest_token_chars:
-            raise ContextLengthExceeded(
-                f"{num_chars} characters of text cannot fit this model's context of"
-                f" {self._context_length} tokens",
-                param="prompt" if isinstance(given, str) else "messages",
-            )
-
-    def _check_token_ids(self, token_ids: tuple[int, ...]) -> None:
-        vocab_size = self._family.decoder_config.vocab_size
-        if not token_ids:
-            raise BadRequest("the prompt is empty", param="prompt")
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise BadRequest(
-                    f"token id {token_id} is not in the vocabulary of {vocab_size}", param="prompt"
-                )
-
-    def _forced(self, speech: SpeechOptions) -> tuple[int, ...] | None:
-        """The tokens of a text to be spoken word for word."""
-        if speech.verbatim is None:
-            return None
-        self._check_text_length(speech.verbatim)
-        return tuple(self.tokenizer.encode(speech.verbatim, add_special_tokens=False, parse_special=False))
-
-    def _complete_sampling(
-        self, prompt: Prompt, sampling: SamplingParams, forced: tuple[int, ...] | None
-    ) -> SamplingParams:
-        """Clips an unlimited `max_tokens` to the context and draws a seed where none is given. A forced
-        answer
-        takes what it takes."""
-        num_prompt = len(prompt.token_ids)
-        room = self._context_length - num_prompt
-        max_tokens = max(room, 0) if sampling.max_tokens >= UNLIMITED else sampling.max_tokens
-        if forced is not None:
-            max_tokens = len(forced)
-        if max_tokens < 1 or max_tokens > room:
-            media = prompt.num_media_tokens
-            raise ContextLengthExceeded(
-                f"this model's context is {self._context_length} tokens; the request needs"
-                f" {num_prompt + max(max_tokens, 1)}: {num_prompt - media} of text, {media} of media,"
-                f" {max(max_tokens, 1)} of output",
-                param="messages",
-            )
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-        min_tokens = min(sampling.min_tokens, max_tokens)
-        return msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
-
     def stop_sample(self, request_id: str, sample: int) -> None:
         self._coordinator.stop_sample(request_id, sample)
 
@@ -343,6 +259,9 @@ class OmniService:
             stats["routing"] = routing
         stats["front"] = {"open_requests": float(self._num_open), **self._speech.stats()}
         return stats
+
+    def timings(self) -> tuple[Timing, ...]:
+        return self._coordinator.board.timings()
 
     @property
     def router(self) -> PrefixRouter:
@@ -393,18 +312,6 @@ async def _cancel_and_release(tasks: Sequence[asyncio.Task[tuple[MediaClaim, ...
         if not isinstance(outcome, BaseException):
             for claim in outcome:
                 claim.release()
-
-
-def _media_tokens(prompt: Prompt) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for span in prompt.spans:
-        modality = prompt.items[span.item_index].modality
-        counts[modality] = counts.get(modality, 0) + span.length
-    return counts
-
-
-def _num_chars(conversation: Conversation) -> int:
-    return sum(len(p.text) for m in conversation.messages for p in m.parts if isinstance(p, TextPart))
 
 
 async def _next_before(

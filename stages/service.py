@@ -12,6 +12,7 @@ from contracts.conversation import Conversation
 from contracts.media import MediaSource
 from contracts.messages import FinishReason, IntegrityReport, SampleDelta
 from contracts.params import SamplingParams
+from contracts.timings import Timing
 from contracts.transcription import TranscriptEvent, TranscriptionOptions
 
 if TYPE_CHECKING:
@@ -164,6 +165,10 @@ class Service(Protocol):
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Latest counters and gauges by stage (see contracts.messages.StageStats)."""
+        ...
+
+    def timings(self) -> tuple[Timing, ...]:
+        """How long things took and waited in stages and on edges, likewise."""
         ...
 
     async def drained(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from contracts.messages import (
     StageStats,
     ToStage,
 )
+from contracts.timings import Times, edge_name
 from stages.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -98,14 +99,17 @@ class StageShell:
         logic: StageLogic,
         emit: Callable[[Sequence[FromStage]], None],
         senders: dict[str, Sender] | None = None,
-        receivers: Sequence[Receiver] = (),
+        receivers: Mapping[str, Receiver] | None = None,
     ) -> None:
         self.name = name
         self.mailbox: Mailbox[ToStage] = Mailbox()
         self._logic = logic
         self._emit = emit
         self._senders = senders or {}
-        self._receivers = receivers
+        self._receivers = receivers or {}
+        self._waiting_since: list[float] = []  # monotonic: inputs that no step has taken up yet
+        self._queue_times = Times()
+        self._step_times = Times()
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
         self.step_started_s: float | None = None  # monotonic; read by the worker's heartbeat from its thread
@@ -117,7 +121,7 @@ class StageShell:
         self._wake = asyncio.Event()
         try:
             detail = self._logic.start()
-            self._emit([StageReady(self.name, detail), StageStats(self.name, self._logic.stats())])
+            self._emit([StageReady(self.name, detail), self._stats()])
             await self._serve()
         except Exception as error:  # the stage is lost; the front process must hear of it
             logger.exception("stage %s failed", self.name)
@@ -126,13 +130,13 @@ class StageShell:
         finally:
             for sender in self._senders.values():
                 sender.close()
-            for receiver in self._receivers:
+            for receiver in self._receivers.values():
                 receiver.close()
             self._logic.close()
 
     async def _serve(self) -> None:
         pumps = [asyncio.create_task(self._pump_mailbox())]
-        pumps += [asyncio.create_task(self._pump_edge(receiver)) for receiver in self._receivers]
+        pumps += [asyncio.create_task(self._pump_edge(receiver)) for receiver in self._receivers.values()]
         steps = asyncio.create_task(self._step_loop())
         try:
             done, _ = await asyncio.wait([*pumps, steps], return_when=asyncio.FIRST_COMPLETED)
@@ -149,6 +153,7 @@ class StageShell:
             for message in await self.mailbox.drain():
                 if isinstance(message, Shutdown):
                     return
+                self._waiting_since.append(self.mailbox.drained_since_s)
                 replies += self._handle(message)
             self._emit_and_wake(replies)
 
@@ -158,7 +163,7 @@ class StageShell:
                 self._cancelled.add(request_id)
                 for sender in self._senders.values():
                     sender.cancel(request_id)
-                for receiver in self._receivers:
+                for receiver in self._receivers.values():
                     receiver.cancel(request_id)
                 self._logic.abort(request_id)
                 return [Aborted(request_id, self.name)]
@@ -179,6 +184,7 @@ class StageShell:
                 # The upstream stage is gone, which others report. It may be started again.
                 await receiver.renewed()
                 continue
+            self._waiting_since.append(time.monotonic())
             if not receiver.hands_over:
                 borrowed, chunk = chunk, _copied(chunk)
                 receiver.release(borrowed)
@@ -197,14 +203,16 @@ class StageShell:
         while True:
             self._forget_cancelled()
             while not self._logic.has_work():
+                self._waiting_since.clear()  # they ask for no step
                 self._forget_cancelled()
                 self._report_stats(force=True)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._logic.due_in_s()):
                         await self._wake.wait()
                 self._wake.clear()
-            self.step_started_s = time.monotonic()
+            self.step_started_s = self._begin_step()
             batch = await self._logic.step()
+            self._step_times.add(time.monotonic() - self.step_started_s)
             if batch.messages:
                 self._emit(batch.messages)
             for target, chunk in batch.chunks:
@@ -213,6 +221,13 @@ class StageShell:
             self.step_started_s = None
             self._report_stats(force=False)
             await asyncio.sleep(0)  # lets the pumps run between steps
+
+    def _begin_step(self) -> float:
+        now = time.monotonic()
+        for since in self._waiting_since:
+            self._queue_times.add(now - since)
+        self._waiting_since.clear()
+        return now
 
     def _forget_cancelled(self) -> None:
         """Between steps no chunk of an aborted request is left, so the senders need not remember it."""
@@ -231,4 +246,20 @@ class StageShell:
         now = time.monotonic()
         if force or now - self._last_stats_s >= STATS_INTERVAL_S:
             self._last_stats_s = now
-            self._emit([StageStats(self.name, self._logic.stats())])
+            self._emit([self._stats()])
+
+    def _stats(self) -> StageStats:
+        timings = [
+            self._queue_times.as_timing("stage_queue_seconds", self.name),
+            self._step_times.as_timing("stage_step_seconds", self.name),
+        ]
+        edges: dict[str, dict[str, float]] = {}
+        for target, sender in self._senders.items():
+            sent, edge = sender.stats, edge_name(self.name, target)
+            edges[target] = {"edge_chunks_total": sent.chunks_total, "edge_bytes_total": sent.bytes_total}
+            timings.append(sent.wait.as_timing("edge_credit_wait_seconds", edge))
+            timings.append(sent.transfer.as_timing("edge_copy_seconds", edge))
+        for source, receiver in self._receivers.items():
+            edge = edge_name(source, self.name)
+            timings.append(receiver.stats.wait.as_timing("edge_delivery_seconds", edge))
+        return StageStats(self.name, self._logic.stats(), edges, tuple(timings))

@@ -10,6 +10,7 @@ from typing import Literal
 
 from contracts.errors import EngineError
 from contracts.messages import CacheWasReset, CheckIntegrity, IntegrityReport, ResetCache, StageStats, ToStage
+from contracts.timings import Timing, edge_name
 
 StageState = Literal["starting", "ready", "restarting", "failed"]
 logger = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ class StageBoard:
         self._send = send
         self._states: dict[str, StageState] = dict.fromkeys(stages, "starting")
         self._details: dict[str, str] = {}
-        self.stats: dict[str, dict[str, float]] = {}
+        self.stats: dict[str, dict[str, float]] = {}  # by stage, and by edge ("vision->thinker")
+        self._timings: dict[str, tuple[Timing, ...]] = {}
         self._changed = asyncio.Event()
         self._answers: dict[int, tuple[set[str], asyncio.Future[None]]] = {}
         self._reports: dict[int, list[IntegrityReport]] = {}
@@ -95,6 +97,12 @@ class StageBoard:
 
     def told(self, message: StageStats) -> None:
         self.stats[message.stage] = message.values
+        for target, values in message.edges.items():
+            self.stats[edge_name(message.stage, target)] = values
+        self._timings[message.stage] = message.timings
+
+    def timings(self) -> tuple[Timing, ...]:
+        return tuple(timing for timings in self._timings.values() for timing in timings)
 
     def _ask(self) -> tuple[int, tuple[str, ...], asyncio.Future[None]]:
         """A question's number, who is asked, and the future of their last answer."""

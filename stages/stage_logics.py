@@ -33,7 +33,7 @@ def make_shells(
     for name in stages:
         logic = _logic(plan, Routes(plan.family.pipeline), name, read)
         outgoing = {target: sender for (source, target), sender in senders.items() if source == name}
-        incoming = [receiver for (_, target), receiver in receivers.items() if target == name]
+        incoming = {source: receiver for (source, target), receiver in receivers.items() if target == name}
         shells.append(StageShell(name, logic, emit, outgoing, incoming))
     return shells
 

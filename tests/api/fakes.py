@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from contracts.conversation import Conversation, MediaPart, TextPart
 from contracts.errors import BadRequest, OmnistageError, TooManyRequests
 from contracts.messages import FinishReason, IntegrityReport, SampleDelta, TokenLogprobs
+from contracts.timings import Timing
 from stages.service import (
     UNLIMITED,
     Event,
@@ -122,6 +123,7 @@ class ScriptedService:
         self.changed = asyncio.Condition()
         self.stages = (StageHealth("encoder", "ready"), StageHealth("thinker", "ready"))
         self.values: dict[str, dict[str, float]] = {}
+        self.times: tuple[Timing, ...] = ()
         self.num_resets = 0
         self.max_open: int | None = None  # requests at once; more are refused
         self._departure = asyncio.Event()
@@ -263,6 +265,9 @@ class ScriptedService:
 
     def stats(self) -> dict[str, dict[str, float]]:
         return self.values
+
+    def timings(self) -> tuple[Timing, ...]:
+        return self.times
 
     async def reset_cache(self) -> None:
         self.num_resets += 1

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from contracts.errors import EngineError, TooManyRequests
+from contracts.timings import Times
 from stages.service import StageHealth
 from tests.api.fakes import CONTEXT, START, Script, ScriptedService
 from tests.api.serving import client, post, user
@@ -181,6 +182,29 @@ def test_counts_of_requests_and_tokens() -> None:
     assert found["vllm:e2e_request_latency_seconds_count"] == 2
     assert found["vllm:request_generation_tokens_sum"] == 10
     assert found["omnistage:api_open_requests"] == 0
+
+
+def test_times_of_stages_and_edges_become_histograms() -> None:
+    service = ScriptedService()
+    queued, delivered = Times(), Times()
+    for seconds in (0.0001, 0.02, 0.02, 99.0):
+        queued.add(seconds)
+    delivered.add(0.3)
+    edge = "vision->thinker"
+    service.times = (
+        queued.as_timing("stage_queue_seconds", "thinker"),
+        delivered.as_timing("edge_delivery_seconds", edge),
+    )
+    found = scrape(service)
+    buckets = {le: found[f"omnistage:stage_queue_seconds_bucket{{le={le},stage=thinker}}"] for le in LE}
+    assert buckets == {"0.0001": 1, "0.01": 1, "0.025": 3, "30.0": 3, "+Inf": 4}
+    assert found["omnistage:stage_queue_seconds_count{stage=thinker}"] == 4
+    assert found["omnistage:stage_queue_seconds_sum{stage=thinker}"] == pytest.approx(99.0401)
+    assert found[f"omnistage:edge_delivery_seconds_bucket{{le=0.25,stage={edge}}}"] == 0
+    assert found[f"omnistage:edge_delivery_seconds_bucket{{le=0.5,stage={edge}}}"] == 1
+
+
+LE = ("0.0001", "0.01", "0.025", "30.0", "+Inf")
 
 
 def test_stage_values_become_metrics() -> None:

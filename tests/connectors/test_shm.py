@@ -118,7 +118,7 @@ def test_bytes_are_credits_and_a_large_chunk_is_not_overtaken() -> None:
             await asyncio.gather(large, small)
             assert [(await receiver.receive()).request_id for _ in range(2)] == ["c", "d"]
             assert sender.stats.waits_total == 2
-            assert sender.stats.wait_seconds_total > 0
+            assert sender.stats.wait.total_s > 0
             assert sender.stats.bytes_total == receiver.stats.bytes_total == 4 * (24 << 10)
 
     run(main())

@@ -20,6 +20,7 @@ from preprocess.data_url import _SLICE_CHARS, decode_data_url
 from preprocess.fetch import Fetcher
 from tests.preprocess.http_server import HANG, ScriptedServer, answer, serving
 from tests.preprocess.samples import data_url, encode, noise
+from tests.rounds import run_watched, until
 
 PNG = encode(noise(16, 16))
 PAYLOAD = base64.b64encode(PNG).decode()
@@ -27,11 +28,7 @@ OPEN = MediaLimits(allow_private_addresses=True, fetch_timeout_s=5)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await scenario()
-
-    asyncio.run(bounded())
+    run_watched(scenario, timeout_s=30)
 
 
 async def fetch(url: str, limits: MediaLimits = OPEN, **options: object) -> bytes:
@@ -360,8 +357,7 @@ def test_sources_in_progress_are_bounded() -> None:
                 asyncio.create_task(fetcher.fetch(MediaSource("image", server.url("/hang"))))
                 for _ in range(2)
             ]
-            while len(server.requests) < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(server.requests) == 2)
             with pytest.raises(TooManyRequests) as caught:
                 await fetcher.fetch(MediaSource("image", data_url(PNG)))
             assert caught.value.retry_after_s is not None

@@ -12,7 +12,8 @@ from PIL import Image, ImageFile
 from contracts.errors import MediaError
 from contracts.media import MediaOptions
 from contracts.specs import MediaLimits
-from preprocess.pool import MediaJob, PoolConfig, PreprocessPool
+from preprocess.jobs import MediaJob, PoolConfig
+from preprocess.pool import PreprocessPool
 from preprocess.recipes import ImageRecipe
 from preprocess.resize import pixel_budget
 from tests.preprocess.samples import TINY, encode, picture

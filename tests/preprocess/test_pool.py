@@ -26,10 +26,12 @@ from contracts.errors import (
 from contracts.media import MediaOptions
 from contracts.specs import ImageSpec, MediaLimits
 from preprocess.images import decode_image, open_image
-from preprocess.pool import MediaJob, PoolConfig, PreprocessPool, ProcessedSource
+from preprocess.jobs import MediaJob, PoolConfig, ProcessedSource
+from preprocess.pool import PreprocessPool
 from preprocess.recipes import ImageRecipe
 from preprocess.resize import pixel_budget, resized_shape
 from tests.preprocess.samples import QWEN2, TINY, encode, noise, picture
+from tests.rounds import run_watched, until
 
 MISBEHAVING = "tests.preprocess.misbehaving_worker"
 GOOD = encode(noise(48, 32))
@@ -57,17 +59,7 @@ async def running(**changes: object) -> AsyncIterator[PreprocessPool]:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Lets the loop turn until the condition holds; `run` bounds the wait."""
-    while not condition():
-        await asyncio.sleep(0.001)
+    run_watched(scenario, timeout_s=60)
 
 
 async def assert_works(pool: PreprocessPool) -> None:
@@ -413,7 +405,8 @@ def test_workers_import_no_torch_and_run_one_thread() -> None:
 
 FRONT = """
 import asyncio, os, sys
-from preprocess.pool import PoolConfig, PreprocessPool
+from preprocess.jobs import PoolConfig
+from preprocess.pool import PreprocessPool
 async def main():
     pool = PreprocessPool(PoolConfig(num_workers=2, arena_bytes=1 << 20))
     await pool.start()

@@ -20,10 +20,11 @@ from contracts.errors import BadRequest, MediaDecodeError, MediaError, MediaFetc
 from contracts.media import MediaItem, MediaOptions, MediaSource
 from contracts.specs import ImageSpec, MediaLimits, MediaSpecs
 from preprocess.index import MediaIndex
-from preprocess.pool import PoolConfig
+from preprocess.jobs import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig, ResolvedMedia
 from tests.preprocess.http_server import answer, serving
 from tests.preprocess.samples import TINY, data_url, encode, noise, picture
+from tests.rounds import run_watched, until
 
 PNG = encode(noise(48, 32))
 
@@ -42,20 +43,11 @@ async def running(num_workers: int = 1, **pool: object) -> AsyncIterator[Preproc
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(bounded())
+    run_watched(scenario, timeout_s=60)
 
 
 def source(data: bytes, param: str = "messages[0]", **options: object) -> MediaSource:
     return MediaSource("image", data_url(data), MediaOptions(**options), param)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 async def one(

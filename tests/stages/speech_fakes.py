@@ -429,10 +429,14 @@ def _shells(thinker, talker, pool, ends, inbox) -> list[StageShell]:
             TalkerStage("talker", "vocoder", lambda: (talker, "fake")),
             inbox.put_all,
             {"vocoder": sender(to_vocoder)},
-            [receiver(to_talker)],
+            {"thinker": receiver(to_talker)},
         ),
         StageShell(
-            "vocoder", VocoderStage("vocoder", lambda: built), inbox.put_all, {}, [receiver(to_vocoder)]
+            "vocoder",
+            VocoderStage("vocoder", lambda: built),
+            inbox.put_all,
+            {},
+            {"talker": receiver(to_vocoder)},
         ),
     ]
 
