@@ -17,7 +17,7 @@ from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.native.attention import NativeAttention
 from lm_engine.native.fused import NativePass
 from lm_engine.native.library import CRope, dtype_code
-from lm_engine.native.linear import NativeLinear
+from lm_engine.native.linear import NativeLinear, PanelMemory
 
 
 class NativeKernels:
@@ -28,6 +28,7 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._memory = PanelMemory(library)
         self.attention: AttentionBackend = NativeAttention(library)
         self.fused_pass: FusedPass | None = NativePass(library, self)
 
@@ -40,7 +41,7 @@ class NativeKernels:
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> NativeLinear:
-        return NativeLinear(self._library, weight_OI, bias_O, float32_output)
+        return NativeLinear(self._library, self._memory, weight_OI, bias_O, float32_output)
 
     def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
         return sliced_experts(self, weights)

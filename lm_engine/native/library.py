@@ -84,6 +84,7 @@ class CPass(ctypes.Structure):
 _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pack_linear": (None, (_P, _L, _P, _I, _L, _L, _I)),
+    "advise_large_pages": (None, (_P, _L)),
     "gather_rows": (_L, (_P, _P, _L, _P, _I, _I)),
     "linear_forward": (_I, (_P, _P, _I, _L, _P, _I, _L, _L, _I)),
     "rms_norm": (None, (_P, _L, _P, _P, _I, c_float, _P, _L, _I, _L, _L, _I)),

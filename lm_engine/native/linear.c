@@ -33,16 +33,21 @@ static void pack_panel(const void *context, int64_t p) {
     }
 }
 
+/* Asks for large pages: a step reads all weights once, and with small ones walks a page table every 4 KiB. Before the
+ * memory is first touched. */
+EXPORT void advise_large_pages(void *memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t large = 2 << 20, begin = ((uintptr_t)memory + large - 1) / large * large;
+    const uintptr_t end = ((uintptr_t)memory + bytes) / large * large;
+    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* advice only: failure is harmless */
+#endif
+}
+
 /* weight: [outputs, inputs] rows of `stride` elements. Fills `panels` (ceil(outputs / 16) * 16 * inputs elements). */
 EXPORT void pack_linear(const void *weight, int64_t stride, void *panels, int32_t dtype, int64_t outputs,
                         int64_t inputs, int32_t threads) {
     const struct packing job = {weight, panels, stride, outputs, inputs, dtype};
     const int64_t count = ceil_div(outputs, PANEL);
-#ifdef MADV_HUGEPAGE
-    const uintptr_t huge = 2 << 20, begin = ((uintptr_t)panels + huge - 1) / huge * huge;
-    const uintptr_t end = ((uintptr_t)panels + count * PANEL * inputs * (dtype == F32 ? 4 : 2)) / huge * huge;
-    if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* advice only: failure is harmless */
-#endif
     run_tasks(threads, count, pack_panel, &job);
 }
 

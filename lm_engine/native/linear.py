@@ -14,6 +14,28 @@ from lm_engine.native.library import DTYPE_CODES, CLinear, check, dtype_code
 
 PANEL = 16  # output columns stored side by side; PANEL in kernels.h
 ALIGNMENT_BYTES = 64
+CHUNK_BYTES = 64 << 20
+
+
+class PanelMemory:
+    """Where a model's panels lie, one after the other in chunks of large pages. A chunk lives as long as
+    the panels
+    in it."""
+
+    def __init__(self, library: ctypes.CDLL, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._library = library
+        self._chunk_bytes = chunk_bytes
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """`count` elements, uninitialised, on a cache line's boundary."""
+        nbytes = -(-count * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if nbytes > len(self._rest):
+            chunk = torch.empty(max(nbytes, self._chunk_bytes) + ALIGNMENT_BYTES, dtype=torch.uint8)
+            self._library.advise_large_pages(chunk.data_ptr(), chunk.nbytes)
+            self._rest = chunk[-chunk.data_ptr() % ALIGNMENT_BYTES :]
+        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return taken[: count * dtype.itemsize].view(dtype)
 
 
 class NativeLinear:
@@ -21,7 +43,12 @@ class NativeLinear:
     beside it: every output is one sum in the order of the inputs, accumulated in float32."""
 
     def __init__(
-        self, library: ctypes.CDLL, weight_OI: Tensor, bias_O: Tensor | None, float32_output: bool
+        self,
+        library: ctypes.CDLL,
+        memory: PanelMemory,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        float32_output: bool,
     ) -> None:
         assert weight_OI.dim() == 2
         assert weight_OI.device.type == "cpu"
@@ -30,7 +57,7 @@ class NativeLinear:
         self.dtype = weight_OI.dtype
         self.float32_output = float32_output
         self._library, self._forward = library, library.linear_forward
-        self._panels = _pack(library, weight_OI.detach())
+        self._panels = _pack(library, weight_OI.detach(), memory)
         self._bias_O = None if bias_O is None else bias_O.detach().to(torch.float32, copy=True).contiguous()
         self._descriptor = CLinear(
             self._panels.data_ptr(),
@@ -80,14 +107,11 @@ class NativeLinear:
         return y_TI.view(*rows_T.shape, self.in_features)
 
 
-def _pack(library: ctypes.CDLL, weight_OI: Tensor) -> Tensor:
+def _pack(library: ctypes.CDLL, weight_OI: Tensor, memory: PanelMemory) -> Tensor:
     if weight_OI.stride(1) != 1:
         weight_OI = weight_OI.contiguous()
     outputs, inputs = weight_OI.shape
-    spare = ALIGNMENT_BYTES // weight_OI.dtype.itemsize
-    storage = torch.empty(-(-outputs // PANEL) * PANEL * inputs + spare, dtype=weight_OI.dtype)
-    skip = -storage.data_ptr() % ALIGNMENT_BYTES // weight_OI.dtype.itemsize
-    panels = storage[skip:]
+    panels = memory.take(-(-outputs // PANEL) * PANEL * inputs, weight_OI.dtype)
     library.pack_linear(
         weight_OI.data_ptr(),
         weight_OI.stride(0),

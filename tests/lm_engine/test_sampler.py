@@ -319,3 +319,17 @@ def test_rows_of_nan_are_flagged_and_harm_no_other():
     assert result.valid_R.tolist() == [True, False, True]
     assert 0 <= result.token_R[1] < 600
     assert [result.token_R[i] for i in (0, 2)] == [clean[0], clean[2]]
+
+
+# --- the maximum --------------------------------------------------------------------------------------------
+def test_the_first_of_equals_is_drawn_and_values_that_are_not_finite_are_no_token():
+    rows = [
+        [1.0, 3.0, 3.0, 2.0],
+        [-1.0, -1.0, -2.0, -1.0],
+        [0.0, math.nan, 5.0, 1.0],
+        [0.0, 1.0, math.inf, 1.0],
+    ]
+    greedy = [SamplingParams(temperature=0.0)] * 4
+    sampled = sample(torch.tensor(rows), row_params(greedy), needs_of(greedy))
+    assert sampled.token_R.tolist() == [1, 0, 0, 0]
+    assert sampled.valid_R.tolist() == [True, True, False, False]
