@@ -108,6 +108,7 @@ class StageShell:
         self._receivers = receivers
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
+        self._busy_s = 0.0  # in steps, without what sending their chunks took
         self.step_started_s: float | None = None  # monotonic; read by the worker's heartbeat from its thread
         self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
 
@@ -203,8 +204,9 @@ class StageShell:
                     async with asyncio.timeout(self._logic.due_in_s()):
                         await self._wake.wait()
                 self._wake.clear()
-            self.step_started_s = time.monotonic()
+            self.step_started_s = started_s = time.monotonic()
             batch = await self._logic.step()
+            self._busy_s += time.monotonic() - started_s
             if batch.messages:
                 self._emit(batch.messages)
             for target, chunk in batch.chunks:
@@ -231,4 +233,4 @@ class StageShell:
         now = time.monotonic()
         if force or now - self._last_stats_s >= STATS_INTERVAL_S:
             self._last_stats_s = now
-            self._emit([StageStats(self.name, self._logic.stats())])
+            self._emit([StageStats(self.name, {**self._logic.stats(), "busy_seconds_total": self._busy_s})])
