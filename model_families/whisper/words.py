@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import string
 from collections.abc import Callable, Sequence
 
@@ -27,18 +28,15 @@ def words_of(token_ids: Sequence[int], bytes_of: Callable[[int], bytes], languag
 def _whole_characters(token_ids: Sequence[int], bytes_of: Callable[[int], bytes]) -> list[Word]:
     """A token may end inside a character: then it is one piece with those that complete it."""
     pieces: list[Word] = []
-    pending, count = b"", 0
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    count = 0
     for token_id in token_ids:
-        pending, count = pending + bytes_of(token_id), count + 1
-        try:
-            pieces.append((pending.decode("utf-8"), count))
-        except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data":
-                continue
-            pieces.append((pending.decode("utf-8", errors="replace"), count))
-        pending, count = b"", 0
+        count += 1
+        if text := decoder.decode(bytes_of(token_id)):
+            pieces.append((text, count))
+            count = 0
     if count:
-        pieces.append((pending.decode("utf-8", errors="replace"), count))
+        pieces.append((decoder.decode(b"", final=True), count))
     return pieces
 
 
