@@ -25,7 +25,7 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     text: str
     segments: tuple[TranscriptSegment, ...]
-    temperature: float
+    granularities: tuple[str, ...] = ("segment",)  # of verbose_json
 
 
 class JsonUsage(msgspec.Struct, frozen=True):
@@ -52,13 +52,20 @@ class JsonSegment(msgspec.Struct, frozen=True, kw_only=True):
     compression_ratio: float
 
 
+class JsonWord(msgspec.Struct, frozen=True, kw_only=True):
+    word: str
+    start: float
+    end: float
+
+
 class VerboseJson(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     language: str
     duration: float
     text: str
-    segments: list[JsonSegment]
     usage: JsonUsage
+    segments: list[JsonSegment] | msgspec.UnsetType = msgspec.UNSET
+    words: list[JsonWord] | msgspec.UnsetType = msgspec.UNSET
 
 
 def render(transcript: Transcript, response_format: str) -> bytes:
@@ -87,19 +94,25 @@ def _verbose(transcript: Transcript, usage: JsonUsage) -> VerboseJson:
             end=segment.end_s,
             text=segment.text,
             tokens=segment.token_ids,
-            temperature=transcript.temperature,
+            temperature=segment.temperature,
             avg_logprob=segment.avg_logprob,
             compression_ratio=_compression_ratio(segment.text),
         )
         for number, segment in enumerate(transcript.segments)
+    ]
+    words = [
+        JsonWord(word=word.text.strip(), start=word.start_s, end=word.end_s)
+        for segment in transcript.segments
+        for word in segment.words
     ]
     return VerboseJson(
         task=transcript.task,
         language=transcript.language,
         duration=round(transcript.duration_s, 3),
         text=transcript.text,
-        segments=segments,
         usage=usage,
+        segments=segments if "segment" in transcript.granularities else msgspec.UNSET,
+        words=words if "word" in transcript.granularities else msgspec.UNSET,
     )
 
 

@@ -15,6 +15,15 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 # --- coordinator → stage ------------------------------------------------------------------------------------
+class Align(msgspec.Struct, frozen=True, kw_only=True):
+    """To an encoder-decoder: lay the prompt's last `num_tokens` tokens along the first `num_positions`
+    positions
+    of the encoder's output, by cross-attention."""
+
+    num_tokens: int
+    num_positions: int
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start a request in an LM stage. `resume` holds, per sample, tokens already sent to the client
     (replay).
@@ -22,6 +31,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `speech`: send the streams "prompt" and "text" over the edge to the talker; a replay sends both from the
     start. `forced` (only with `speech`): the answer is given, without its end token; it is computed in one
     prefill, nothing is sampled, and one Generated without tokens ends the sample ("stop").
+
+    `align` (only with `max_tokens` 1): the one delta also says where the prompt's tokens begin.
     """
 
     request_id: str
@@ -33,6 +44,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     resume: tuple[tuple[int, ...], ...] = ()
     speech: bool = False
     forced: tuple[int, ...] | None = None
+    align: Align | None = None
 
 
 class Speak(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -151,6 +163,7 @@ class SampleDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the end token that finished it; it is also the last of token_ids
+    alignment: tuple[int, ...] = ()  # first position of each token that was to be aligned
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True, tag=True):

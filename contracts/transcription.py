@@ -9,7 +9,9 @@ import msgspec
 
 class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`language`: an ISO 639-1 code, None to have it detected. `prompt`: text that may have gone before, for
-    names and style. `timestamps`: segments with times are wanted."""
+    names and style. `timestamps`: segments with times are wanted; `words`: and the words' own.
+    `temperature` 0: the model's own ladder, where
+    it has one."""
 
     language: str | None = None
     task: Literal["transcribe", "translate"] = "transcribe"
@@ -17,6 +19,7 @@ class TranscriptionOptions(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 0.0
     seed: int = 0
     timestamps: bool = False
+    words: bool = False
 
 
 class TranscriptLanguage(msgspec.Struct, frozen=True):
@@ -32,8 +35,17 @@ class TranscriptText(msgspec.Struct, frozen=True):
     text: str
 
 
+class TranscriptWord(msgspec.Struct, frozen=True, kw_only=True):
+    """With the white space and the punctuation that it is written with."""
+
+    start_s: float
+    end_s: float
+    text: str
+
+
 class TranscriptSegment(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of speech. `window_start_s`: where the window that it was heard in begins."""
+    """A stretch of speech. `window_start_s`: where the window that it was heard in begins. `temperature`: at
+    which its tokens were drawn."""
 
     start_s: float
     end_s: float
@@ -41,6 +53,8 @@ class TranscriptSegment(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     avg_logprob: float
+    temperature: float = 0.0
+    words: tuple[TranscriptWord, ...] = ()
 
 
 TranscriptEvent = TranscriptLanguage | TranscriptText | TranscriptSegment

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from contracts.chunks import Chunk
 from contracts.errors import (
     EngineError,
@@ -29,7 +31,7 @@ from contracts.messages import (
 from lm_engine.budgets import RateMeter
 from lm_engine.config import EngineConfig
 from lm_engine.intake import Intake, Positions
-from lm_engine.plan import Runner, StepResult
+from lm_engine.plan import AlignmentRead, Runner, StepResult
 from lm_engine.scheduler import ScheduledStep, Scheduler
 from lm_engine.sequence import Request, Sequence, State
 from lm_engine.spoken import Reading, SpeechFeed
@@ -88,6 +90,7 @@ class LMEngine:
         self._outbox: list[Generated | EmbeddingsNeeded | Failed] = []
         self._feed = SpeechFeed(config.spoken_hidden)
         self._stalled = False  # nothing can be planned until something arrives
+        self._aligns = False  # some request so far wanted it
         self._closed = False
         self._charges = config.policy == "fair"
         self._meter = RateMeter()
@@ -110,6 +113,7 @@ class LMEngine:
         request = self._intake.make_request(message)
         self._scheduler.add(request)
         self._stalled = False
+        self._aligns |= message.align is not None
         if message.speech:
             self._feed.open(request)
         for seq in request.sequences:
@@ -208,6 +212,8 @@ class LMEngine:
         plan = step.plan
         if readings:
             plan = replace(plan, hidden_reads=tuple(reading.read for reading in readings))
+        if self._aligns:
+            plan = replace(plan, alignment_reads=_alignment_reads(step))
         submitted_s = self._clock()
         future = asyncio.wrap_future(self._runner.submit(plan))
         self._in_flight.append(InFlight(step, future, submitted_s, readings))
@@ -237,8 +243,10 @@ class LMEngine:
             self._scheduler.ledger.release_covered(seq.request)
         together: dict[Request, list[SampleDelta]] = {}
         finished, num_taken = State.FINISHED, 0
+        alignments = iter(result.alignments)
         for seq, drawn in zip(step.sampling, result.sampled, strict=True):
             seq.num_in_flight -= 1
+            aligned = next(alignments) if self._aligns and seq.request.message.align is not None else ()
             if seq.state is finished:
                 continue  # aborted, stopped, or ended by the token before this one
             if drawn.slot in result.failed_slots:
@@ -247,6 +255,8 @@ class LMEngine:
                 continue
             num_taken += 1
             delta = self._take_token(seq, drawn.token_id, drawn.logprobs)
+            if aligned:
+                delta = msgspec.structs.replace(delta, alignment=aligned)
             request = seq.request
             if request.reported and len(request.sequences) == 1:
                 self._outbox.append(Generated(request_id=request.id, deltas=(delta,)))
@@ -391,3 +401,12 @@ class LMEngine:
         self._runner.close()
         while self._in_flight:
             self._in_flight.popleft().future.cancel()
+
+
+def _alignment_reads(step: ScheduledStep) -> tuple[AlignmentRead, ...]:
+    """Of the requests that want it, in the step that draws their one token."""
+    return tuple(
+        AlignmentRead(row.slot, row.start + row.num_tokens, align.num_tokens, align.num_positions)
+        for seq, row in zip(step.sequences, step.plan.sequences, strict=True)
+        if row.samples and (align := seq.request.message.align) is not None
+    )

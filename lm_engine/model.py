@@ -8,7 +8,7 @@ B blocks, S slots of a block, R sequences in the step, M blocks of the longest s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -155,6 +155,19 @@ class DecoderModel(Protocol):
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """[R, H] → [R, V] float32."""
+        ...
+
+
+@runtime_checkable
+class AligningModel(DecoderModel, Protocol):
+    """An encoder-decoder whose cross-attention tells where in the encoder's output a token is spoken."""
+
+    num_prefix: int  # positions of the encoder's output, which come first in every sequence
+
+    def cross_attention(self, token_ids_U: Tensor, kv: PagedKV, prefix_slots_P: Tensor) -> Tensor:
+        """[heads that align, U, P]: weights of all tokens of a sequence over its encoder positions, whose
+        keys
+        and values are in the cache."""
         ...
 
 

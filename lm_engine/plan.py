@@ -80,6 +80,17 @@ class HiddenRead:
 
 
 @dataclass(frozen=True)
+class AlignmentRead:
+    """Of the sequence in `slot`, `length` tokens long with its encoder positions, all of which this step or
+    earlier ones compute: where its last `num_tokens` lie among its first `num_positions`."""
+
+    slot: int
+    length: int
+    num_tokens: int
+    num_positions: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """Order of effects: release slots, admit, copy blocks (source → target), append blocks, compute,
     read hidden states, sample. A released slot may be unknown to the runner when the plan that admitted it
@@ -92,6 +103,7 @@ class StepPlan:
     sequences: tuple[SequenceStep, ...]
     span_pieces: tuple[SpanPiece, ...]
     hidden_reads: tuple[HiddenRead, ...] = ()
+    alignment_reads: tuple[AlignmentRead, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +127,7 @@ class StepResult:
     sampled: tuple[SampledToken, ...]
     failed_slots: tuple[int, ...] = ()
     hidden: tuple[Tensor, ...] = ()  # [N, H] on the device, one per read of the plan
+    alignments: tuple[tuple[int, ...], ...] = ()  # first position of each token, one per read of the plan
 
 
 class Runner(Protocol):

@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from contracts.messages import TokenLogprobs
+from lm_engine.alignment import first_positions, smoothed
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
 from lm_engine.logits_rule import LogitsRule
-from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
+from lm_engine.model import AligningModel, AttentionBackend, DecoderModel, PagedKV
 from lm_engine.passes import MixedPasses, make_passes
-from lm_engine.plan import HiddenRead, SampledToken, SequenceStep, SpanPiece, StepPlan, StepResult
+from lm_engine.plan import (
+    AlignmentRead,
+    HiddenRead,
+    SampledToken,
+    SequenceStep,
+    SpanPiece,
+    StepPlan,
+    StepResult,
+)
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler
 from lm_engine.sampler import Logprobs, Sampled
@@ -34,6 +43,7 @@ class LaunchedStep:
     results: Sampled | None
     done: torch.cuda.Event | None  # None: already complete
     hidden: tuple[Tensor, ...] = ()
+    affinities: tuple[Tensor, ...] = ()  # [tokens, positions] of each alignment read
 
 
 class Runner:
@@ -97,15 +107,28 @@ class Runner:
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         launched = self._compute(plan)
-        if not plan.hidden_reads:
-            return launched
-        return replace(launched, hidden=tuple(self._read_hidden(read) for read in plan.hidden_reads))
+        if plan.hidden_reads:
+            launched = replace(launched, hidden=tuple(map(self._read_hidden, plan.hidden_reads)))
+        if plan.alignment_reads:
+            launched = replace(launched, affinities=tuple(map(self._read_affinity, plan.alignment_reads)))
+        return launched
 
     def _read_hidden(self, read: HiddenRead) -> Tensor:
         assert self.kv.hidden is not None, "the cache has no hidden states"
         index_N = self.table.to_device(read.indices)
         block_N = self.table.block_tables[read.slot, index_N // self.kv.block_size].long()
         return self.kv.hidden[block_N, index_N % self.kv.block_size]
+
+    def _read_affinity(self, read: AlignmentRead) -> Tensor:
+        """The sequence's tokens are run once more, together: their weights were not kept."""
+        model, block_size = self.model, self.kv.block_size
+        assert isinstance(model, AligningModel), "only an encoder-decoder aligns"
+        index_P = torch.arange(model.num_prefix, device=model.device)
+        block_P = self.table.block_tables[read.slot, index_P // block_size].long()
+        token_ids_U = self.table.token_ids[read.slot, model.num_prefix : read.length].long()
+        slots_P = block_P * block_size + index_P % block_size
+        weights_NUP = model.cross_attention(token_ids_U, self.kv, slots_P)
+        return smoothed(weights_NUP[:, -read.num_tokens :, : read.num_positions].float())
 
     def _compute(self, plan: StepPlan) -> LaunchedStep:
         self.table.turn_over(plan.released_slots, plan.admissions)
@@ -205,6 +228,7 @@ def _to_host(sampled: Sampled, copies: HostCopies) -> tuple[Sampled, torch.cuda.
 def collect(launched: LaunchedStep) -> StepResult:
     """Waits for the device's results and makes them host values."""
     if launched.results is None:
+        assert not launched.affinities, "who is aligned has a token drawn"
         return StepResult(launched.step_id, (), hidden=launched.hidden)
     if launched.done is not None:
         launched.done.synchronize()
@@ -215,7 +239,8 @@ def collect(launched: LaunchedStep) -> StepResult:
         for slot, token, num_top in zip(launched.slots_S, tokens, launched.num_top_S, strict=True)
     )
     failed = tuple(slot for slot, ok in zip(launched.slots_S, valid, strict=True) if not ok)
-    return StepResult(launched.step_id, sampled, failed, launched.hidden)
+    alignments = tuple(first_positions(affinity.cpu().numpy()) for affinity in launched.affinities)
+    return StepResult(launched.step_id, sampled, failed, launched.hidden, alignments)
 
 
 def _host_logprobs(launched: LaunchedStep) -> list[TokenLogprobs]:

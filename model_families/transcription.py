@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from contracts.messages import SampleDelta
+from contracts.messages import Align, SampleDelta
 from contracts.params import SamplingParams
 from contracts.transcription import TranscriptEvent, TranscriptionOptions
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of the language model: a prompt about the mel frames [start, end) of the recording."""
+    """One request of the language model: a prompt about the mel frames [start, end) of the recording.
+    `align`:
+    where tokens of it lie is wanted, not an answer."""
 
     token_ids: tuple[int, ...]
     start: int
     end: int
     sampling: SamplingParams
+    align: Align | None = None
 
 
 class Recognition(Protocol):

@@ -112,6 +112,7 @@ class StageShell:
         self._step_times = Times()
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
+        self._busy_s = 0.0  # in steps, without what sending their chunks took
         self.step_started_s: float | None = None  # monotonic; read by the worker's heartbeat from its thread
         self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
 
@@ -212,7 +213,9 @@ class StageShell:
                 self._wake.clear()
             self.step_started_s = self._begin_step()
             batch = await self._logic.step()
-            self._step_times.add(time.monotonic() - self.step_started_s)
+            took_s = time.monotonic() - self.step_started_s
+            self._step_times.add(took_s)
+            self._busy_s += took_s
             if batch.messages:
                 self._emit(batch.messages)
             for target, chunk in batch.chunks:
@@ -262,4 +265,6 @@ class StageShell:
         for source, receiver in self._receivers.items():
             edge = edge_name(source, self.name)
             timings.append(receiver.stats.wait.as_timing("edge_delivery_seconds", edge))
-        return StageStats(self.name, self._logic.stats(), edges, tuple(timings))
+        return StageStats(
+            self.name, {**self._logic.stats(), "busy_seconds_total": self._busy_s}, edges, tuple(timings)
+        )

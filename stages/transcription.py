@@ -45,7 +45,7 @@ async def _run(
 ) -> AsyncGenerator[Generated, None]:
     window = recording.window(ask.start, ask.end, transcriber.num_positions(ask))
     prompt = family.layout(list(ask.token_ids), [window.item])
-    message = Generate(request_id=request_id, prompt=prompt, sampling=ask.sampling)
+    message = Generate(request_id=request_id, prompt=prompt, sampling=ask.sampling, align=ask.align)
     answers = coordinator.run(message, (window,))
     async with contextlib.aclosing(answers):
         async for generated in answers:

@@ -8,6 +8,7 @@ import re
 import select
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,9 @@ def _wait_for_exit(pid: int) -> None:
     os.close(descriptor)
 
 
-@pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test that leaks a child process, a thread that would keep Python alive, or a shared segment."""
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fails on a child process, a thread that would keep Python alive, or a shared segment that is new."""
     children, threads, segments = child_processes(), blocking_threads(), open_segments()
     yield
     for thread in blocking_threads() - threads:
@@ -130,3 +131,10 @@ def leaves_nothing_behind() -> Iterator[None]:
         *(f"shared-memory segment {name!r}" for name in open_segments() - segments),
     ]
     assert not leaks, "the test left behind: " + "; ".join(leaks)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """After every test; modules whose servers serve several tests do this once, after all of them."""
+    with nothing_left_behind():
+        yield

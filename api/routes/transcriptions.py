@@ -51,6 +51,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     request: TranscriptionRequest
     response_format: str
     stream: bool
+    granularities: tuple[str, ...]
 
 
 def routes(api: Api) -> list[BaseRoute]:
@@ -87,7 +88,7 @@ async def _job(api: Api, task: Literal["transcribe", "translate"], form: Form) -
     stream = form.flag("stream")
     if stream and response_format not in ("json", "text"):
         raise invalid("stream", f"is not possible with response_format '{response_format}'")
-    timestamps = _timestamps(form, response_format)
+    granularities = _granularities(form, response_format)
     url = await asyncio.to_thread(_data_url, data)
     return Job(
         request=TranscriptionRequest(
@@ -98,29 +99,29 @@ async def _job(api: Api, task: Literal["transcribe", "translate"], form: Form) -
                 prompt=_prompt(form),
                 temperature=checked("temperature", _number(form, "temperature", float), 0.0),
                 seed=checked("seed", _number(form, "seed", int), 0) % 2**63,
-                timestamps=timestamps,
+                timestamps=response_format in TIMED_FORMATS,
+                words="word" in granularities,
             ),
             timeout_s=api.settings.request_timeout_s,
         ),
         response_format=response_format,
         stream=stream,
+        granularities=granularities,
     )
 
 
-def _timestamps(form: Form, response_format: str) -> bool:
+def _granularities(form: Form, response_format: str) -> tuple[str, ...]:
     wanted = form.texts("timestamp_granularities[]") + form.texts("timestamp_granularities")
     for granularity in wanted:
         if granularity not in GRANULARITIES:
             raise invalid("timestamp_granularities", f"must be among: {', '.join(GRANULARITIES)}")
-        if granularity == "word":
-            raise unsupported("timestamp_granularities", "knows 'segment' only, not 'word'")
     if wanted and response_format != "verbose_json":
         raise invalid("timestamp_granularities", "needs response_format 'verbose_json'")
     for name in ("include", "include[]", "chunking_strategy"):
         value = form.text(name)
         if value is not None and value != "auto":
             raise unsupported(name)
-    return response_format in TIMED_FORMATS
+    return tuple(wanted) or ("segment",)
 
 
 def _prompt(form: Form) -> str:
@@ -192,7 +193,7 @@ async def _whole(api: Api, job: Job) -> Transcript:
         duration_s=duration_s,
         text="".join(text).strip(),
         segments=tuple(segments),
-        temperature=options.temperature,
+        granularities=job.granularities,
     )
 
 

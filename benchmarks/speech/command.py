@@ -7,6 +7,10 @@ JSON, version `omnistage.bench.speech/1`: `environment`, `server`, what was aske
     rtf               request written -> last bytes of sound, over the seconds of speech
     underrun_ms       how long that player stood still in all
     audio_s_per_s     seconds of speech of all requests over the seconds that all of them took
+    server_s          seconds that the server itself counted meanwhile, by stage and edge, where it counts
+    them
+
+With `--transformers FOLDER` the same is then measured of that checkpoint by `transformers` (`rival`).
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ import msgspec
 from benchmarks.chat.options import DEFAULT_URL, add_server_arguments, command_line
 from benchmarks.chat.words import text_of
 from benchmarks.environment import Environment, describe_environment
+from benchmarks.rivals.transformers_omni import TransformersOmni
+from benchmarks.rivals.transformers_serve import exit_on_sigterm
 from benchmarks.samples import Summary, summarize
 from benchmarks.speech.listen import Heard, Kind, listen
 from benchmarks.speech.playback import Playback, play
+from benchmarks.speech.stage_seconds import counted_seconds, seconds_between
 from benchmarks.text_table import number, render
 from benchmarks.wire.clock import Clock, MonotonicClock
 from benchmarks.wire.connection import HttpPool
@@ -59,6 +66,8 @@ class SpeechReport(msgspec.Struct, frozen=True, kw_only=True):
     first_audible_ms: Summary | None
     rtf: Summary | None
     underrun_ms: Summary | None
+    server_s: dict[str, float] = {}
+    rival: SpeechReport | None = None
 
     @property
     def audio_s_per_s(self) -> float:
@@ -77,8 +86,13 @@ def main(argv: Sequence[str]) -> int:
         sample_rate=args.sample_rate,
         seed=args.seed,
     )
-    report = run(_measure(args, options, command_line("speech", argv), MonotonicClock()))
+    command = command_line("speech", argv)
+    report = run(_measure(args, args.url, args.model, options, command, MonotonicClock()))
     print(format_report(report))
+    if args.transformers is not None:
+        rival = _rival(args, options, command)
+        print("\ntransformers, whose answers come whole:\n" + format_report(rival))
+        report = msgspec.structs.replace(report, rival=rival)
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     return 0 if report.first_packet_ms is not None else 1
@@ -98,25 +112,44 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sample-rate", type=int, default=24_000, metavar="HZ", help="of the server's PCM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--transformers", type=Path, metavar="FOLDER", help="measure this, too (with --chat)")
+    parser.add_argument(
+        "--max-frames", type=int, default=100, metavar="N", help="of codec, in an answer of --transformers"
+    )
     return parser
 
 
+def _rival(args: argparse.Namespace, options: SpeechOptions, command: tuple[str, ...]) -> SpeechReport:
+    """Raises RivalFailed."""
+    exit_on_sigterm()
+    with TransformersOmni(args.transformers, max_frames=args.max_frames) as server:
+        return run(_measure(args, server.url, None, options, command, MonotonicClock()))
+
+
 async def _measure(
-    args: argparse.Namespace, options: SpeechOptions, command: tuple[str, ...], clock: Clock
+    args: argparse.Namespace,
+    url: str,
+    model: str | None,
+    options: SpeechOptions,
+    command: tuple[str, ...],
+    clock: Clock,
 ) -> SpeechReport:
-    pool = HttpPool(args.url, clock, api_key=args.api_key)
+    pool = HttpPool(url, clock, api_key=args.api_key)
     try:
-        server = await describe(pool, args.model)
+        server = await describe(pool, model)
         bodies = [body_of(options, server.model, args.extra_body, i) for i in range(-1, options.requests)]
         warm_up = await listen(pool, options.kind, bodies[0], args.timeout)  # is not counted
         if warm_up.failure is not None:
             print(f"warning: {pool.url} answered: {warm_up.failure.detail}", file=sys.stderr)
+        before = await counted_seconds(pool)
         started_s = clock.now()
         heard = await listen_all(pool, options, bodies[1:], args.timeout)
         wall_s = clock.now() - started_s
+        after = await counted_seconds(pool)
     finally:
         pool.close()
-    return report_of(heard, wall_s, options, server, describe_environment(command))
+    report = report_of(heard, wall_s, options, server, describe_environment(command))
+    return msgspec.structs.replace(report, server_s=seconds_between(before, after))
 
 
 async def listen_all(
@@ -205,9 +238,17 @@ def format_report(report: SpeechReport) -> str:
             render(["", "mean", "p50", "p90", "p99", "max"], rows),
             f"{report.audio_s:.1f} s of speech in {report.wall_s:.1f} s:"
             f" {number(report.audio_s_per_s)} audio-s/s; failures: {failed}; silent answers: {report.silent}",
+            *_server_lines(report),
             *report.environment.lines(),
         ]
     )
+
+
+def _server_lines(report: SpeechReport) -> list[str]:
+    if not report.server_s:
+        return []
+    counted = ", ".join(f"{name} {number(seconds)}" for name, seconds in report.server_s.items())
+    return [f"counted by the server, s: {counted}"]
 
 
 def _cells(summary: Summary | None) -> list[str]:

@@ -47,7 +47,7 @@ class Qwen3ASRTranscriber:
         return self._spec.num_tokens(ask.end - ask.start)
 
     def start(self, options: TranscriptionOptions, num_frames: int, duration_s: float) -> Recognition:
-        if options.timestamps:
+        if options.timestamps or options.words:
             raise BadRequest(
                 "this model gives no timestamps; ask for json or text",
                 param="response_format",

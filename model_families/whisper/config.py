@@ -56,11 +56,20 @@ class WhisperGeneration(msgspec.Struct, frozen=True, kw_only=True):
     task_to_id: dict[str, int] = {}
     prev_sot_token_id: int | None = None
     max_initial_timestamp_index: int | None = None
+    alignment_heads: tuple[tuple[int, int], ...] | None = None  # (layer, head)
 
     @property
     def first_timestamp(self) -> int:
         """Every token from here on is a time: 0.00, 0.02, ... seconds into the window."""
         return self.no_timestamps_token_id + 1
+
+    def heads_of_alignment(self, config: WhisperConfig) -> tuple[tuple[int, int], ...]:
+        """Whose cross-attention follows the speech; where the checkpoint does not say, all of the upper
+        half."""
+        if self.alignment_heads is not None:
+            return self.alignment_heads
+        upper = range(config.decoder_layers // 2, config.decoder_layers)
+        return tuple((layer, head) for layer in upper for head in range(config.decoder_attention_heads))
 
     @property
     def prompt_start(self) -> int | None:

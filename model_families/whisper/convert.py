@@ -26,6 +26,7 @@ END = "<|endoftext|>"
 class _SourceConfig(msgspec.Struct, frozen=True):
     suppress_ids: tuple[int, ...] = ()
     suppress_ids_begin: tuple[int, ...] = ()
+    alignment_heads: tuple[tuple[int, int], ...] | None = None
 
 
 def convert(source: Path, out: Path) -> None:
@@ -114,6 +115,7 @@ def _generation_of(tokenizer: Tokenizer, source: _SourceConfig) -> WhisperGenera
         task_to_id=tasks,
         prev_sot_token_id=id_of("<|startofprev|>"),
         max_initial_timestamp_index=MAX_INITIAL_TIMESTAMP,
+        alignment_heads=source.alignment_heads,
     )
 
 

@@ -42,14 +42,23 @@ class Layer:
 
 
 class WhisperDecoder:
-    """Implements `lm_engine.model.DecoderModel`. Read-only once built.
+    """Implements `lm_engine.model.AligningModel`. Read-only once built.
 
     The first `max_source_positions` rows of a sequence are the encoder's output: they only become
     cross-attention keys and values. Its tokens follow.
     """
 
-    def __init__(self, config: WhisperConfig, source: WeightSource, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: WhisperConfig,
+        source: WeightSource,
+        kernels: Kernels,
+        alignment_heads: tuple[tuple[int, int], ...],
+    ) -> None:
+        """`alignment_heads`: (layer, head)."""
         self.config: DecoderConfig = decoder_config(config)
+        self.num_prefix = config.max_source_positions
+        self._alignment_heads = alignment_heads
         self.device, self.dtype = source.device, source.dtype
         self.activation_dtype = kernels.activation_dtype(source.dtype)
         self._prefixed = PrefixedAttention(config.max_source_positions)
@@ -102,6 +111,28 @@ class WhisperDecoder:
         attended_UND = self._prefixed.attend_prefix(q_UND, kv, index, metadata)
         x_UH = x_UH + layer.cross_output(attended_UND.flatten(1))
         return x_UH + layer.down(functional.gelu(layer.up(layer.mlp_norm(x_UH))))
+
+    def cross_attention(self, token_ids_U: Tensor, kv: PagedKV, prefix_slots_P: Tensor) -> Tensor:
+        x_UH = self.embed(token_ids_U) + self.position_table[: len(token_ids_U)]
+        weights: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            q_NUD, k_NUD, v_NUD = (
+                x.transpose(0, 1) for x in self._heads(layer.qkv(layer.self_norm(x_UH)), 3)
+            )
+            attended_NUD = functional.scaled_dot_product_attention(q_NUD, k_NUD, v_NUD, is_causal=True)
+            x_UH = x_UH + layer.self_output(attended_NUD.transpose(0, 1).flatten(1))
+            (q_UND,) = self._heads(layer.cross_query(layer.cross_norm(x_UH)), 1)
+            k_NPD, v_NPD = (
+                cache[index].flatten(0, 1)[prefix_slots_P].to(x_UH.dtype).transpose(0, 1)
+                for cache in (kv.keys, kv.values)
+            )
+            scores_NUP = q_UND.transpose(0, 1) @ k_NPD.transpose(1, 2) * self.config.head_dim**-0.5
+            weights_NUP = scores_NUP.float().softmax(-1)
+            weights += [weights_NUP[head] for of, head in self._alignment_heads if of == index]
+            attended_UND = (weights_NUP.to(v_NPD.dtype) @ v_NPD).transpose(0, 1)
+            x_UH = x_UH + layer.cross_output(attended_UND.flatten(1))
+            x_UH = x_UH + layer.down(functional.gelu(layer.up(layer.mlp_norm(x_UH))))
+        return torch.stack(weights)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         return self.head(hidden_RH)

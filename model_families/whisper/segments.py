@@ -30,6 +30,13 @@ class WindowTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_cut: int = 0  # tokens in segments so far
+    end_logprob: float | None = None  # of the end token, which is none of `token_ids`
+
+    @property
+    def avg_logprob(self) -> float:
+        """Of the tokens and of the one that ended them; 0 of nothing."""
+        logprobs = self.logprobs if self.end_logprob is None else [*self.logprobs, self.end_logprob]
+        return sum(logprobs) / max(1, len(logprobs))
 
     def push(self, token_id: int, logprob: float) -> Piece | None:
         """The segment that this token completes."""

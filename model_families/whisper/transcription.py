@@ -1,13 +1,18 @@
 """Whisper's way through a recording: the language, then windows of 30 s, each starting where the last one's
-timestamps say that it understood everything."""
+timestamps say that it understood everything. A window is heard again, less greedily, when its text looks
+like a
+model that lost its way (Radford et al. 2022, section 4.5); so text comes when its window is accepted."""
 
 from __future__ import annotations
 
-import codecs
+import zlib
+from collections.abc import Iterable
 from math import ceil
 
+import msgspec
+
 from contracts.errors import BadRequest
-from contracts.messages import SampleDelta
+from contracts.messages import Align, SampleDelta
 from contracts.params import SamplingParams
 from contracts.transcription import (
     TranscriptEvent,
@@ -15,20 +20,26 @@ from contracts.transcription import (
     TranscriptLanguage,
     TranscriptSegment,
     TranscriptText,
+    TranscriptWord,
 )
 from model_families.text import ChatTokenizer
 from model_families.transcription import Ask, Recognition
 from model_families.whisper.config import (
+    FRAMES_PER_POSITION,
     SECONDS_PER_FRAME,
     SECONDS_PER_TIMESTAMP,
     WhisperConfig,
     WhisperGeneration,
 )
 from model_families.whisper.segments import Piece, WindowTokens
+from model_families.whisper.words import words_of
 
 # A model that lost its way may go on by a fiftieth of a second at a time.
 WINDOWS_PER_WINDOW = 8  # on average; from then on the windows stand beside each other
 ENGLISH = "en"
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # one after another, when the client leaves it at 0
+MAX_COMPRESSION_RATIO = 2.4  # text that repeats itself compresses better
+MIN_AVG_LOGPROB = -1.0
 
 
 class WhisperTranscriber:
@@ -96,93 +107,156 @@ class WhisperRecognition:
         self._num_frames = num_frames
         # Of them the sound itself; a rounding error of the duration makes no frame.
         self._num_heard = max(1, min(num_frames, ceil(duration_s / SECONDS_PER_FRAME - 1e-3)))
-        self._timed = options.timestamps or self._num_heard > self._config.window_frames
+        self._duration_s = round(duration_s, 3)
         self._before = transcriber.before(options.prompt)
         self._task = transcriber.task_of(options)
         self._language = transcriber.language_of(options)
         self._told_language = False
         self._seek = 0
         self._windows_left = WINDOWS_PER_WINDOW * (1 + num_frames // self._config.window_frames)
+        self._temperatures = (options.temperature,) if options.temperature else TEMPERATURES
+        self._attempt = 0  # at the window, an index of the temperatures
         self._window: WindowTokens | None = None
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pieces: list[Piece] = []
+        self._unaligned: list[
+            TranscriptSegment
+        ] = []  # accepted; the times of their words are being asked for
 
     def next_ask(self) -> Ask | None:
         if self._language is None:
             return self._ask((self._generation.decoder_start_token_id,), max_tokens=1)
+        if self._unaligned:
+            return self._alignment_ask()
         if self._seek >= self._num_heard:
             return None
-        self._windows_left -= 1
-        prompt = (*self._before, self._generation.decoder_start_token_id)
-        if self._generation.is_multilingual:
-            prompt = (*prompt, self._transcriber.languages[self._language], *self._task)
-        if not self._timed:
-            prompt = (*prompt, self._generation.no_timestamps_token_id)
+        self._windows_left -= not self._attempt
+        prompt = (*self._before, *self._start_tokens())
         heard = min(self._seek + self._config.window_frames, self._num_heard) - self._seek
-        self._window = WindowTokens(heard, self._generation.first_timestamp)
+        self._window, self._pieces = WindowTokens(heard, self._generation.first_timestamp), []
         return self._ask(prompt, max_tokens=self._config.max_target_positions - len(prompt))
+
+    def _start_tokens(self) -> tuple[int, ...]:
+        assert self._language is not None
+        start = (self._generation.decoder_start_token_id,)
+        if not self._generation.is_multilingual:
+            return start
+        return (*start, self._transcriber.languages[self._language], *self._task)
 
     def _ask(self, prompt: tuple[int, ...], max_tokens: int) -> Ask:
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            temperature=0.0 if self._language is None else self._options.temperature,
+            temperature=0.0 if self._language is None else self._temperatures[self._attempt],
             seed=self._options.seed,
-            logprobs=0 if self._timed else None,
+            logprobs=0,
         )
         end = min(self._seek + self._config.window_frames, self._num_frames)
         return Ask(prompt, self._seek, end, sampling)
 
     def take(self, delta: SampleDelta) -> list[TranscriptEvent]:
-        events: list[TranscriptEvent] = []
         if self._language is None:
             (token_id,) = delta.token_ids
             codes = {i: code for code, i in self._transcriber.languages.items()}
             self._language = codes[token_id]
-            return events
-        if not self._told_language:
-            self._told_language = True
-            events.append(TranscriptLanguage(self._language))
-        token_ids = delta.token_ids[:-1] if delta.stop_token_id is not None else delta.token_ids
-        for index, token_id in enumerate(token_ids):
-            events += self._take_token(token_id, delta.logprobs[index].chosen if self._timed else 0.0)
-        if delta.finish_reason is not None:
-            events += self._finish()
-        return events
-
-    def _take_token(self, token_id: int, logprob: float) -> list[TranscriptEvent]:
+            return []
+        if self._unaligned:
+            return self._aligned(delta.alignment)
         assert self._window is not None
-        piece = self._window.push(token_id, logprob)
-        if self._timed:
-            return [] if piece is None else self._segment(piece)
-        text = self._utf8.decode(self._bytes_of(token_id))
-        return [TranscriptText(text)] if text else []
+        for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
+            if token_id == delta.stop_token_id:
+                self._window.end_logprob = logprobs.chosen
+            elif (piece := self._window.push(token_id, logprobs.chosen)) is not None:
+                self._pieces.append(piece)
+        return [] if delta.finish_reason is None else self._finish()
 
     def _finish(self) -> list[TranscriptEvent]:
         assert self._window is not None
-        if not self._timed:
-            self._seek = self._num_heard
-            tail = self._utf8.decode(b"", final=True)
-            return [TranscriptText(tail)] if tail else []
+        assert self._language is not None
+        if self._attempt + 1 < len(self._temperatures) and self._is_doubtful():
+            self._attempt += 1
+            return []
         piece, num_frames = self._window.finish()
-        events = [] if piece is None else self._segment(piece)
+        events: list[TranscriptEvent] = []
+        if not self._told_language:
+            self._told_language = True
+            events.append(TranscriptLanguage(self._language))
+        segments = [*map(self._segment, [*self._pieces, *([] if piece is None else [piece])])]
+        if self._options.words and any(map(self._text_tokens, segments)):
+            self._unaligned = segments
+        else:
+            events += _told(segments)
         assert num_frames > 0, "the rules let no segment end where its window starts"
         self._seek += num_frames if self._windows_left > 0 else self._window.num_frames
+        self._attempt = 0
         return events
 
-    def _segment(self, piece: Piece) -> list[TranscriptEvent]:
-        text = b"".join(self._bytes_of(i) for i in piece.token_ids).decode("utf-8", errors="replace")
+    def _is_doubtful(self) -> bool:
+        assert self._window is not None
+        text = self._text_of(tuple(self._window.token_ids)).strip().encode()
+        ratio = len(text) / len(zlib.compress(text))
+        return ratio > MAX_COMPRESSION_RATIO or self._window.avg_logprob < MIN_AVG_LOGPROB
+
+    def _segment(self, piece: Piece) -> TranscriptSegment:
         offset_s = self._seek * SECONDS_PER_FRAME
-        segment = TranscriptSegment(
-            start_s=round(offset_s + piece.start * SECONDS_PER_TIMESTAMP, 2),
-            end_s=round(offset_s + piece.end * SECONDS_PER_TIMESTAMP, 2),
+        # A timestamp may lie in the silence that a short recording is filled up with.
+        start_s, end_s = (
+            min(round(offset_s + steps * SECONDS_PER_TIMESTAMP, 2), self._duration_s)
+            for steps in (piece.start, piece.end)
+        )
+        return TranscriptSegment(
+            start_s=start_s,
+            end_s=end_s,
             window_start_s=round(offset_s, 2),
-            text=text,
+            text=self._text_of(piece.token_ids),
             token_ids=piece.token_ids,
             avg_logprob=sum(piece.logprobs) / len(piece.logprobs),
+            temperature=self._temperatures[self._attempt],
         )
-        return [TranscriptText(text), segment]
+
+    # --- when each word is said ---------------------------------------------------------------------------
+    def _text_tokens(self, segment: TranscriptSegment) -> list[int]:
+        return [i for i in segment.token_ids if i < self._generation.eos_token_id]
+
+    def _alignment_ask(self) -> Ask:
+        """The window's text as if it had been told without timestamps. The attention of a position is that
+        of the
+        token which it foretells, so the token before the text counts, too."""
+        start = self._start_tokens()
+        text = [i for segment in self._unaligned for i in self._text_tokens(segment)]
+        text = text[: self._config.max_target_positions - len(start) - 2]
+        prompt = (*start, self._generation.no_timestamps_token_id, *text)
+        seek = round(self._unaligned[0].window_start_s / SECONDS_PER_FRAME)
+        heard = min(self._config.window_frames, self._num_heard - seek)
+        align = Align(num_tokens=1 + len(text), num_positions=max(1, heard // FRAMES_PER_POSITION))
+        end = min(seek + self._config.window_frames, self._num_frames)
+        return Ask(prompt, seek, end, SamplingParams(max_tokens=1, temperature=0.0), align)
+
+    def _aligned(self, first_positions: tuple[int, ...]) -> list[TranscriptEvent]:
+        assert self._language is not None
+        segments, self._unaligned = self._unaligned, []
+        offset_s = segments[0].window_start_s
+        times_s = [
+            min(round(offset_s + position * SECONDS_PER_TIMESTAMP, 2), self._duration_s)
+            for position in first_positions
+        ]
+        first, timed = 0, []
+        for segment in segments:
+            words: list[TranscriptWord] = []
+            for text, num_tokens in words_of(self._text_tokens(segment), self._bytes_of, self._language):
+                start_s, end_s = (times_s[min(i, len(times_s) - 1)] for i in (first, first + num_tokens))
+                words.append(TranscriptWord(start_s=start_s, end_s=end_s, text=text))
+                first += num_tokens
+            timed.append(msgspec.structs.replace(segment, words=tuple(words)))
+        return _told(timed)
+
+    def _text_of(self, token_ids: tuple[int, ...]) -> str:
+        return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", errors="replace")
 
     def _bytes_of(self, token_id: int) -> bytes:
         """Text tokens come before all others."""
         if token_id >= self._generation.eos_token_id:
             return b""
         return self._transcriber.tokenizer.token_bytes(token_id)
+
+
+def _told(segments: Iterable[TranscriptSegment]) -> list[TranscriptEvent]:
+    return [event for segment in segments for event in (TranscriptText(segment.text), segment)]

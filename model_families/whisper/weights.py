@@ -10,7 +10,7 @@ from lm_engine.layers.selection import select_kernels
 from lm_engine.model import Kernels
 from model_families.decoder_weights import TextTensors
 from model_families.dummy_weights import open_checkpoint
-from model_families.whisper.config import read_whisper_config
+from model_families.whisper.config import read_generation, read_whisper_config
 from model_families.whisper.decoder import WhisperDecoder
 
 ENCODER = ("model.encoder.", "encoder.")
@@ -37,6 +37,8 @@ def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype, kernels
         kernels = "reference"  # the Triton kernels are made for decoders without cross-attention
     with open_checkpoint(folder) as checkpoint:
         tensors = TextTensors(checkpoint, text_name, device, dtype)
-        decoder = WhisperDecoder(read_whisper_config(folder), tensors, select_kernels(kernels, device, dtype))
+        config = read_whisper_config(folder)
+        heads = read_generation(folder).heads_of_alignment(config)
+        decoder = WhisperDecoder(config, tensors, select_kernels(kernels, device, dtype), heads)
         tensors.check_all_taken()
     return decoder

@@ -11,7 +11,7 @@ import numpy as np
 
 from contracts.errors import OmnistageError
 from contracts.messages import FinishReason, SampleDelta
-from contracts.transcription import TranscriptLanguage, TranscriptSegment, TranscriptText
+from contracts.transcription import TranscriptLanguage, TranscriptSegment, TranscriptText, TranscriptWord
 from stages.service import (
     AudioChunk,
     Event,
@@ -111,7 +111,16 @@ def _plain(event: Tokens) -> list[int]:
 # --- transcription ------------------------------------------------------------------------------------------
 SEGMENTS = (
     TranscriptSegment(
-        start_s=0.0, end_s=1.5, window_start_s=0.0, text=" Hello there.", token_ids=(7, 8), avg_logprob=-0.25
+        start_s=0.0,
+        end_s=1.5,
+        window_start_s=0.0,
+        text=" Hello there.",
+        token_ids=(7, 8),
+        avg_logprob=-0.25,
+        words=(
+            TranscriptWord(start_s=0.0, end_s=0.6, text=" Hello"),
+            TranscriptWord(start_s=0.6, end_s=1.5, text=" there."),
+        ),
     ),
     TranscriptSegment(
         start_s=3661.5,

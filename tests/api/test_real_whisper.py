@@ -63,14 +63,22 @@ def heard() -> dict[str, Any]:
     async def run() -> list[Any]:
         async with serve_service(ServeOptions(model=MODEL)) as service, client(service) as http:
             http.timeout = 300
-            form = {"response_format": "verbose_json"}
+            forms: list[dict[str, Any]] = [
+                {"response_format": "verbose_json", "timestamp_granularities[]": ["segment", "word"]},
+                {"response_format": "json"},
+            ]
             answers = [
                 http.post("/v1/audio/transcriptions", files={"file": ("a.wav", sound)}, data=form)
                 for sound in clips.values()
+                for form in forms
             ]
             return [answer.json() for answer in await asyncio.gather(*answers)]
 
-    return dict(zip(clips, asyncio.run(run()), strict=True))
+    answers = asyncio.run(run())
+    return {
+        name: {**timed, "plain": plain["text"]}
+        for name, timed, plain in zip(clips, answers[::2], answers[1::2], strict=True)
+    }
 
 
 def words(text: str) -> list[str]:
@@ -90,3 +98,27 @@ def test_a_clip_of_two_windows_word_for_word(heard: dict[str, Any]) -> None:
     assert len({segment["seek"] for segment in answer["segments"]}) > 1
     times = [time for segment in answer["segments"] for time in (segment["start"], segment["end"])]
     assert times == sorted(times)
+
+
+def test_text_is_the_same_in_every_format_and_nothing_ends_after_its_recording(heard: dict[str, Any]) -> None:
+    for answer in heard.values():
+        assert answer["plain"] == answer["text"] == "".join(s["text"] for s in answer["segments"]).strip()
+        assert all(0 <= s["start"] <= s["end"] <= answer["duration"] for s in answer["segments"])
+
+
+def test_words_have_the_times_at_which_they_are_said(heard: dict[str, Any]) -> None:
+    for answer in heard.values():
+        said = answer["words"]
+        assert "".join(word["word"] for word in said) == "".join(answer["text"].split())
+        times = [time for word in said for time in (word["start"], word["end"])]
+        assert times == sorted(times)
+        assert times[-1] <= answer["duration"]
+    # Words are as long as they are spoken: those of a long reading take a third of a second on average.
+    lasting = [word["end"] - word["start"] for word in heard["two_cities"]["words"]]
+    assert 0.2 < sum(lasting) / len(lasting) < 0.5
+    # A segment's words lie in it, but for what the model's two ways of telling time differ by.
+    segments, said = heard["two_cities"]["segments"], iter(heard["two_cities"]["words"])
+    for segment in segments:
+        words_in = [next(said) for _ in segment["text"].split()]
+        assert abs(words_in[0]["start"] - segment["start"]) < 1.0
+        assert abs(words_in[-1]["end"] - segment["end"]) < 1.0

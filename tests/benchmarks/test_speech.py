@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.rivals.transformers_omni import Speaker, _handler
+from benchmarks.speech import command
 from benchmarks.speech.command import SpeechReport, main
 from benchmarks.speech.playback import Packet, play
+from benchmarks.speech.stage_seconds import parse_seconds, seconds_between
 from contracts.errors import EngineError
 from tests.api.serving import running
 from tests.api.spoken_fakes import SAMPLE_RATE, SpeakingService, SpeechScript
+from tests.tiny_omni import VOICES
 
 RATE = 1000
 
@@ -100,3 +109,80 @@ def test_failures_are_counted_not_measured(
     assert sum(report.failures.values()) == 4
     assert report.first_packet_ms is None
     assert "warning: http" in capsys.readouterr().err
+
+
+def test_seconds_are_those_of_the_run_by_stage_and_edge() -> None:
+    text = (
+        "# TYPE omnistage:busy_seconds counter\n"
+        'omnistage:busy_seconds_total{model_name="m",stage="talker"} %s\n'
+        'omnistage:wait_seconds_total{edge="talker->vocoder",model_name="m"} %s\n'
+        'omnistage:audio_seconds_total{model_name="m"} 9.0\nvllm:other_seconds_total{stage="x"} 1.0\n'
+    )
+    before, after = parse_seconds(text % (1.5, 2.0)), parse_seconds(text % (4.0, 2.0))
+    assert before == {"talker busy": 1.5, "talker->vocoder wait": 2.0}
+    assert seconds_between(before, after) == {"talker busy": 2.5}
+    assert seconds_between({}, after) == after
+
+
+class _Whole:
+    """Says half a second, with a mark on every request."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def say(self, body: dict[str, Any]) -> tuple[str, bytes]:
+        self.asked.append(body)
+        return "hm", np.full(SAMPLE_RATE // 2, 9000, "<i2").tobytes()
+
+
+@contextmanager
+def rival(speaker: Any) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(speaker, "whole"))
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+def test_a_rival_that_answers_in_one_piece_is_measured_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speaker = _Whole()
+    with rival(speaker) as url:
+
+        class Started:
+            def __init__(self, model: Path, *, max_frames: int) -> None:
+                assert (model.name, max_frames) == ("checkpoint", 7)
+
+            def __enter__(self) -> Any:
+                self.url = url
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        monkeypatch.setattr(command, "TransformersOmni", Started)
+        monkeypatch.setattr(command, "exit_on_sigterm", lambda: None)
+        arguments = ("--chat", "--transformers", "checkpoint", "--max-frames", "7")
+        code, report = bench(SpeakingService(), tmp_path, *arguments, "--extra-body", '{"max_tokens": 5}')
+    assert code == 0
+    assert report.rival is not None
+    assert report.rival.failures == {}
+    assert report.rival.server.model == "whole"
+    assert report.rival.audio_s == pytest.approx(4 * 0.5)
+    assert len(speaker.asked) == 5
+    assert {body["max_tokens"] for body in speaker.asked} == {5}
+    assert "transformers, whose answers come whole" in capsys.readouterr().out
+
+
+def test_the_rival_says_what_the_checkpoint_says(tiny_omni: Callable[..., Path]) -> None:
+    speaker = Speaker(tiny_omni("qwen3_omni_moe"), max_frames=4)
+    body = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 3, "ignore_eos": True}
+    text, pcm = speaker.say(body | {"audio": {"voice": VOICES[1]}})
+    assert len(pcm) > 0
+    assert len(pcm) % 2 == 0
+    assert isinstance(text, str)

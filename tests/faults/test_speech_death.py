@@ -14,8 +14,8 @@ import torch
 from contracts.params import SamplingParams
 from model_families.registry import open_family
 from stages.service import AudioChunk, GenerationRequest, SpeechOptions
-from tests.served import Served, picture
-from tests.spoken import SpokenAnswer, Turns, speak, spoken_conversation
+from tests.served import Served, conversation, picture
+from tests.spoken import SpokenAnswer, Turns, speak
 from tests.tiny_omni import CODEC_EOS_3
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def sampling(seed: int) -> SamplingParams:
 async def struck(served: Served, index: int, stage: str) -> SpokenAnswer:
     """Kills the stage once the first sound is there; the talker cannot have got far beyond."""
     request = GenerationRequest(
-        input=spoken_conversation(QUESTIONS[index]),
+        input=conversation(QUESTIONS[index]),
         sampling=sampling(index),
         speech=SpeechOptions(sampling=talker(index)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from contracts.digests import ContentDigest
 from contracts.errors import BadRequest
 from contracts.media import MediaItem
-from contracts.messages import EmbeddingsNeeded, Generate, Generated
+from contracts.messages import EmbeddingsNeeded, Generate, Generated, SampleDelta, TokenLogprobs
 from contracts.specs import MediaSpecs
 from contracts.transcription import (
     TranscriptionOptions,
@@ -32,12 +33,14 @@ from lm_engine.model import Kernels
 from lm_engine.runner import Runner
 from model_families.text import HFChatTokenizer
 from model_families.transcription import Ask, Recognition
+from model_families.whisper import transcription
 from model_families.whisper.config import read_generation, read_whisper_config
 from model_families.whisper.encoder import load_encoder
 from model_families.whisper.processor import open_processor
 from model_families.whisper.rules import WhisperRule
 from model_families.whisper.transcription import WhisperTranscriber
 from model_families.whisper.weights import load_decoder
+from model_families.whisper.words import words_of
 from tests.tiny_whisper import (
     NUM_MELS,
     WINDOW_FRAMES,
@@ -99,6 +102,9 @@ class Listener:
             self.processor.positions,
         )
 
+        self.asks: dict[str, Ask] = {}
+        self.alignments: dict[str, tuple[int, ...]] = {}
+
     def assert_clean(self) -> None:
         assert self.engine.check_integrity() is None
         assert self.engine.is_idle()
@@ -125,6 +131,8 @@ class Listener:
                     continue
                 assert isinstance(message, Generated), message
                 (delta,) = message.deltas
+                if delta.alignment:
+                    self.alignments[message.request_id] = delta.alignment
                 heard[index].token_ids += delta.token_ids
                 for event in recognition.take(delta):
                     match event:
@@ -155,7 +163,9 @@ class Listener:
         self.windows[request_id] = features[:, ask.start : ask.end]
         item = self._item(ask, features)
         prompt = self.processor.layout(list(ask.token_ids), [item])
-        self.engine.add(Generate(request_id=request_id, prompt=prompt, sampling=ask.sampling))
+        self.asks[request_id] = ask
+        message = Generate(request_id=request_id, prompt=prompt, sampling=ask.sampling, align=ask.align)
+        self.engine.add(message)
 
     @property
     def windows(self) -> dict[str, torch.Tensor]:
@@ -174,6 +184,12 @@ class Listener:
 
 
 Listening = Callable[..., Listener]
+
+
+@pytest.fixture(autouse=True)
+def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the oracle is: random weights are never sure of what they say."""
+    monkeypatch.setattr(transcription, "TEMPERATURES", (0.0,))
 
 
 @pytest.fixture
@@ -206,17 +222,19 @@ def test_the_encoder_equals_the_reference(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("block_size", "kernels"), [(10, "reference"), (16, "auto")])
-def test_plain_text_equals_the_reference(
+def test_text_equals_the_reference(
     folder: Path, block_size: int, kernels: Kernels, listening: Listening
 ) -> None:
-    """With a prefix that ends at a block's end, and inside one."""
+    """With a prefix that ends at a block's end, and inside one. Text is heard with its timestamps, whether
+    these
+    are wanted or not: so it is the same in every format."""
     listener = listening(folder, block_size=block_size, kernels=kernels)
     recordings = [mel(WINDOW_FRAMES, seed) for seed in range(3)]
     together = listener.hear(*((r, options_of()) for r in recordings))
     for recording, heard in zip(recordings, together, strict=True):
-        theirs = reference_transcription(folder, recording, **TRANSCRIBE)
-        assert [t for t in heard.token_ids if t != listener.transcriber.generation.eos_token_id] == theirs
-        assert heard.text == reference_text(listener, theirs)
+        theirs = reference_transcription(folder, recording, **TRANSCRIBE, return_timestamps=True)
+        assert_same_segments(listener, heard, theirs)
+        assert heard.text == "".join(s.text for s in heard.segments)
     assert len({heard.text for heard in together}) > 1
     listener.assert_clean()
 
@@ -234,14 +252,18 @@ def test_timestamps_and_long_recordings_equal_the_reference(
     recording = mel(num_frames, seed=num_frames)
     (heard,) = listener.hear((recording, options_of(timestamps=True)))
     theirs = reference_transcription(folder, recording, **TRANSCRIBE, return_timestamps=True)
-    assert_same_segments(listener, heard, theirs)
+    assert_same_segments(listener, heard, theirs, num_frames / 100)
     assert heard.text == "".join(s.text for s in heard.segments)
     listener.assert_clean()
 
 
-def assert_same_segments(listener: Listener, heard: Heard, theirs: list[dict[str, torch.Tensor]]) -> None:
+def assert_same_segments(
+    listener: Listener, heard: Heard, theirs: list[dict[str, torch.Tensor]], seconds: float = 1.0
+) -> None:
+    """`seconds`: of the recording, after which nothing of ours ends."""
     times = [(s.start_s, s.end_s) for s in heard.segments]
-    assert times == [(round(float(s["start"]), 2), round(float(s["end"]), 2)) for s in theirs]
+    clipped = [[min(round(float(s[side]), 2), seconds) for side in ("start", "end")] for s in theirs]
+    assert times == [tuple(pair) for pair in clipped]
     texts = [s.text for s in heard.segments]
     assert texts == [reference_text(listener, s["tokens"].tolist()) for s in theirs]
     for ours, their in zip(heard.segments, theirs, strict=True):
@@ -266,8 +288,10 @@ def test_the_language_is_detected(folder: Path, listening: Listening) -> None:
     codes = {i: name.strip("<|>") for name, i in reference.generation_config.lang_to_id.items()}
     for recording, ours in zip(recordings, heard, strict=True):
         assert ours.language == codes[int(reference.detect_language(recording[None]))]
-        theirs = reference_transcription(folder, recording, task="transcribe", language=ours.language)
-        assert ours.text == reference_text(listener, theirs)
+        theirs = reference_transcription(
+            folder, recording, task="transcribe", language=ours.language, return_timestamps=True
+        )
+        assert_same_segments(listener, ours, theirs)
     assert len({ours.language for ours in heard}) > 1
     listener.assert_clean()
 
@@ -288,20 +312,20 @@ def test_a_prompt_and_a_task_change_the_answer_as_in_the_reference(
     heard = listener.hear(*((recording, options) for options, _ in cases.values()))
     for ours, (_, changes) in zip(heard, cases.values(), strict=True):
         theirs = reference_transcription(folder, recording, **(TRANSCRIBE | changes), return_timestamps=True)
-        assert_same_segments(listener, ours, theirs)
+        assert_same_segments(listener, ours, theirs, 1.3)
     assert len({ours.text for ours in heard}) == len(cases)
     listener.assert_clean()
 
 
 def said(heard: Heard) -> tuple[object, ...]:
     """All but the probabilities, whose last bits depend on the batch."""
-    return heard.language, heard.text, [(s.start_s, s.end_s, s.token_ids) for s in heard.segments]
+    return heard.language, heard.text, [(s.start_s, s.end_s, s.token_ids, s.words) for s in heard.segments]
 
 
 def test_the_schedule_changes_nothing(folder: Path, listening: Listening) -> None:
     """Chunked prefills, batches, preemption in a cache for little more than one, and hits in it."""
     jobs = [
-        (mel(130, seed), options_of(timestamps=seed % 2 == 0, language=None if seed == 3 else "fr"))
+        (mel(130, seed), options_of(words=seed % 2 == 0, language=None if seed == 3 else "fr"))
         for seed in range(4)
     ]
     roomy = listening(folder)
@@ -321,7 +345,7 @@ def test_an_english_model_says_so(tmp_path: Path, listening: Listening) -> None:
     recording = mel(180, seed=2)
     (heard,) = listener.hear((recording, TranscriptionOptions(timestamps=True)))
     theirs = reference_transcription(tmp_path / "en", recording, return_timestamps=True)
-    assert_same_segments(listener, heard, theirs)
+    assert_same_segments(listener, heard, theirs, 1.8)
     assert heard.language == "en"
     for options in (TranscriptionOptions(language="de"), TranscriptionOptions(task="translate")):
         with pytest.raises(BadRequest):
@@ -335,3 +359,170 @@ def test_an_unknown_language_is_refused_by_name(folder: Path, listening: Listeni
         listener.transcriber.start(options_of(language="klingon"), 100, 1.0)
     assert caught.value.param == "language"
     listener.assert_clean()
+
+
+# --- when a window is heard again
+# -------------------------------------------------------------------------------
+def answer(transcriber: WhisperTranscriber, text: str, logprob: float) -> SampleDelta:
+    """Of one segment, all tokens equally likely."""
+    generation = transcriber.generation
+    times = generation.first_timestamp, generation.first_timestamp + 20
+    ids = (times[0], *transcriber.tokenizer.encode(text), times[1], generation.eos_token_id)
+    return SampleDelta(
+        sample=0,
+        token_ids=ids,
+        logprobs=tuple(TokenLogprobs(logprob, 1, ()) for _ in ids),
+        finish_reason="stop",
+        stop_token_id=generation.eos_token_id,
+    )
+
+
+@pytest.fixture
+def ladder(folder: Path, monkeypatch: pytest.MonkeyPatch, greedy: None) -> WhisperTranscriber:
+    monkeypatch.setattr(transcription, "TEMPERATURES", (0.0, 0.2, 0.4))
+    return WhisperTranscriber(read_whisper_config(folder), read_generation(folder), HFChatTokenizer(folder))
+
+
+def test_a_window_whose_text_is_doubtful_is_heard_again_less_greedily(ladder: WhisperTranscriber) -> None:
+    """First too unlikely, then too repetitive, then good; the next window starts at the bottom again."""
+    recognition = ladder.start(options_of(), 2 * WINDOW_FRAMES, 2.0)
+    asks, told = [], []
+    for text, logprob in ((" hm", -1.1), (" na" * 40, -0.1), (" well then", -0.3), (" good bye", -0.9)):
+        ask = recognition.next_ask()
+        assert ask is not None
+        asks.append((ask.start, ask.sampling.temperature))
+        told.append(recognition.take(answer(ladder, text, logprob)))
+    assert recognition.next_ask() is None
+    assert asks == [(0, 0.0), (0, 0.2), (0, 0.4), (WINDOW_FRAMES, 0.0)]
+    assert told[:2] == [[], []], "nothing is told that may have to be taken back"
+    segments = [e for events in told for e in events if isinstance(e, TranscriptSegment)]
+    assert [(s.text, s.temperature) for s in segments] == [(" well then", 0.4), (" good bye", 0.0)]
+
+
+def test_the_last_temperature_is_taken_and_a_given_one_is_the_only_one(ladder: WhisperTranscriber) -> None:
+    for options, temperatures in ((options_of(), [0.0, 0.2, 0.4]), (options_of(temperature=0.7), [0.7])):
+        recognition = ladder.start(options, WINDOW_FRAMES, 1.0)
+        asked = []
+        while (ask := recognition.next_ask()) is not None:
+            asked.append(ask.sampling.temperature)
+            events = recognition.take(answer(ladder, " hm", -3.0))
+        assert asked == temperatures
+        assert TranscriptText(" hm") in events
+
+
+def test_the_likelihood_of_a_window_is_the_references(folder: Path, listening: Listening) -> None:
+    listener, recording = listening(folder), mel(WINDOW_FRAMES, seed=1)
+    recognition = listener.transcriber.start(options_of(), WINDOW_FRAMES, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(listener.transcriber, "start", lambda *_: recognition)
+        listener.hear((recording, options_of()))
+    reference = reference_whisper(folder)
+    out = reference.generate(
+        recording[None],
+        **TRANSCRIBE,
+        do_sample=False,
+        return_timestamps=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        return_segments=True,
+    )
+    result = out["segments"][0][0]["result"]
+    expected = reference._retrieve_avg_logprobs(list(result["scores"]), result["sequences"], 0.0)
+    assert recognition._window.avg_logprob == pytest.approx(float(expected), abs=1e-4)
+    listener.assert_clean()
+
+
+@pytest.mark.parametrize("steps", [20, 50])
+def test_no_segment_ends_after_its_recording(ladder: WhisperTranscriber, steps: int) -> None:
+    """A recording of 0.3 s, filled up to a window: timestamps may lie in the silence behind it."""
+    recognition = ladder.start(options_of(timestamps=True), WINDOW_FRAMES, 0.3)
+    assert recognition.next_ask() is not None
+    events = recognition.take(answer(ladder, " hello", -0.1))
+    (segment,) = (e for e in events if isinstance(e, TranscriptSegment))
+    assert (segment.start_s, segment.end_s) == (0.0, 0.3)
+    assert recognition.next_ask() is None
+
+
+# --- when each word is said
+# -------------------------------------------------------------------------------------
+class _Attended(dict[str, torch.Tensor]):
+    """What the reference's function takes: attributes, and `in`."""
+
+    def __init__(self, sequences: torch.Tensor, cross_attentions: Any) -> None:
+        self.sequences, self.cross_attentions = sequences, (cross_attentions,)
+
+
+@pytest.mark.parametrize("multilingual", [True, False])
+def test_tokens_are_laid_as_the_reference_lays_them(
+    tmp_path: Path, listening: Listening, multilingual: bool
+) -> None:
+    """Where the checkpoint names the heads, and where all of the upper half are taken."""
+    folder = build_tiny_whisper(tmp_path / "w", seed=4, multilingual=multilingual)
+    if multilingual:
+        named = json.loads((folder / "generation_config.json").read_text())
+        named["alignment_heads"] = [[0, 1], [1, 0]]
+        (folder / "generation_config.json").write_text(json.dumps(named))
+    listener = listening(folder)
+    options = options_of(words=True, language="de" if multilingual else None)
+    listener.hear(
+        *((mel(frames, seed), options) for seed, frames in enumerate((WINDOW_FRAMES, 130, 180, 250)))
+    )
+    heads = listener.transcriber.generation.heads_of_alignment(listener.config)
+    reference = reference_whisper(folder)
+    reference.set_attn_implementation("eager")
+    # In standard deviations two tokens are always +1 and -1: rounding would choose between paths.
+    aligns = {i: a.align for i, a in listener.asks.items() if a.align is not None and a.align.num_tokens > 3}
+    assert len(aligns) >= 3
+    for request_id, align in aligns.items():
+        ask, laid = listener.asks[request_id], listener.alignments[request_id]
+        window = torch.nn.functional.pad(
+            listener.windows[request_id], (0, WINDOW_FRAMES - (ask.end - ask.start))
+        )
+        ids = torch.tensor([ask.token_ids])
+        with torch.no_grad():
+            out = reference(window[None], decoder_input_ids=ids, output_attentions=True)
+        num_start = len(ask.token_ids) - align.num_tokens
+        times_s = reference._extract_token_timestamps(
+            _Attended(ids, out.cross_attentions),
+            heads,
+            num_frames=2 * align.num_positions,
+            num_input_ids=num_start,
+        )
+        assert [round(0.02 * first, 2) for first in laid] == pytest.approx(
+            times_s[0, num_start:-1].tolist(), abs=1e-6
+        )
+    listener.assert_clean()
+
+
+def test_words_have_times_in_their_segments_order(folder: Path, listening: Listening) -> None:
+    listener = listening(folder)
+    plain, timed = listener.hear((mel(250, 3), options_of()), (mel(250, 3), options_of(words=True)))
+    assert timed.text == plain.text
+    assert [s.text for s in timed.segments] == ["".join(w.text for w in s.words) for s in timed.segments]
+    for segment in timed.segments:
+        times = [t for word in segment.words for t in (word.start_s, word.end_s)]
+        assert times == sorted(times)
+        assert all(segment.window_start_s <= t <= 2.5 for t in times)
+    assert not any(segment.words for segment in plain.segments)
+    listener.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("language", "tokens", "words"),
+    [
+        ("en", [" He", "llo", ",", " wor", "ld", "!"], [" Hello,", " world!"]),
+        ("en", [" it", "'s", " (", "so", ")", "."], [" it's", " (so)."]),
+        ("en", [" caf", b"\xc3", b"\xa9", " a"], [" café", " a"]),
+        ("en", [' "', "yes", '"', " 5", "%"], [' "yes"', " 5", "%"]),
+        ("ja", [b"\xe6\x97", b"\xa5", "本", "。"], ["日", "本。"]),
+        ("en", [b"\xff", " a"], ["\ufffd", " a"]),
+        ("en", [" a", b"\xc3"], [" a\ufffd"]),
+    ],
+)
+def test_words_are_cut_where_a_reader_would(
+    language: str, tokens: list[str | bytes], words: list[str]
+) -> None:
+    data = [t if isinstance(t, bytes) else t.encode() for t in tokens]
+    cut = words_of(range(len(data)), data.__getitem__, language)
+    assert [text for text, _ in cut] == words
+    assert sum(count for _, count in cut) == len(tokens)
