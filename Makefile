@@ -47,7 +47,7 @@ check: .venv/.packages
 		--constraint constraints.txt --editable '.[triton]'
 	@touch $@
 
-$(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/*.,py jinja md)) | .venv/.packages
+$(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/,*.py *.jinja *.md weights/*)) | .venv/.packages
 	@echo "building the default model (a minute or two)"
 	@TQDM_DISABLE=1 $(BIN)/python -m model_families.default_model.build $(MODEL)
 

@@ -30,7 +30,7 @@ from training.seeing.palette import COLOURS, SHAPES, VARIANTS, shape_mask
 from training.seeing.questions import TASKS, Exchange, ask, ask_about_two
 from training.seeing.scenes import CELL, COUNTS, LABEL_OF, LABELS, Painter, Scene, Thing, place_of
 from training.seeing.sprites import Sprites, emoji_list
-from training.seeing.tower import CONFIG, TrainedTower, new_tower, patches
+from training.seeing.tower import CONFIG, Looked, TrainedTower, new_tower, patches
 from training.seeing.vocabulary import dictionary, held_out, held_out_pair, split_words
 
 WORDS = ("stone", "river", "cloud", "table", "green", "house", "letter", "window", "garden", "music", "paper")
@@ -108,6 +108,24 @@ def test_the_decoder_is_the_checkpoints(checkpoint):
             inputs_embeds=embeddings, position_ids=positions.transpose(0, 1), use_cache=False
         ).last_hidden_state
     assert torch.allclose(ours, reference.lm_head(hidden), atol=1e-4)
+
+
+def test_the_label_loss_wants_the_labels_and_their_words(small_tower):
+    words = torch.nn.functional.pad(torch.eye(64)[:3], (0, 0, 1, 0))  # label 0 is padding
+    trained = TrainedTower(small_tower, words, torch.float32)
+    labels = torch.tensor([[[2, 3, 0, 0], [0, 0, 0, 0]]])
+    shown = torch.zeros(1, 2, small_tower.merger.block_width)
+    tokens = trained.mean_word + torch.stack([(words[2] + words[3]) * 2**-0.5, torch.zeros(64)])[None]
+    with torch.no_grad():
+        trained.labels.weight.zero_()
+        right, wrong = torch.tensor([-9.0, -9.0, 9.0, 9.0]), torch.full((4,), -9.0)
+        trained.labels.weight[:, 0] = right
+        trained.labels.bias.fill_(-9.0)
+        shown[0, 0, 0] = 2.0
+        assert trained.label_loss(Looked(tokens, shown), labels) < 1e-2
+        assert trained.label_loss(Looked(tokens + 1, shown), labels) > 1
+        trained.labels.weight[:, 0] = wrong
+        assert trained.label_loss(Looked(tokens, shown), labels) > 1
 
 
 def test_adapters_change_nothing_at_first_and_merge(checkpoint):

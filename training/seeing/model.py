@@ -26,13 +26,13 @@ class Seen:
 
 
 def label_words(words: Words, table: Tensor) -> Tensor:
-    """[labels, width], unit length: which way from the mean word each label's phrase lies."""
+    """[labels, width]: where each label's phrase lies, from the mean word."""
     mean = table.float().mean(0)
     rows = [torch.zeros_like(mean)]
     for name in LABELS[1:]:
         single = len(name) == 1 and (name in LETTERS or name.isdigit())
         ids = torch.tensor(words.encode(name if single else f" {name}"))
-        rows.append(functional.normalize(table[ids].float().mean(0) - mean, dim=0))
+        rows.append(table[ids].float().mean(0) - mean)
     return torch.stack(rows)
 
 
@@ -45,15 +45,15 @@ class Seeing(nn.Module):
 
     def look(self, batch: Batch) -> Seen:
         """The tower alone."""
-        tokens = self.tower(batch.pixels, batch.noise)
+        looked = self.tower.look(batch.pixels, batch.noise)
         none = torch.zeros(len(TASKS), device=batch.ids.device)
-        return Seen(None, self.tower.label_loss(tokens, batch.labels), none, none)
+        return Seen(None, self.tower.label_loss(looked, batch.labels), none, none)
 
     def answer(self, batch: Batch) -> Seen:
-        tokens = self.tower(batch.pixels, batch.noise)
+        looked = self.tower.look(batch.pixels, batch.noise)
         embeddings = functional.embedding(batch.ids, self.decoder.words)
         shown = (batch.ids == self.image_token).unsqueeze(2)
-        embeddings = embeddings.masked_scatter(shown, tokens.to(embeddings.dtype))
+        embeddings = embeddings.masked_scatter(shown, looked.tokens.to(embeddings.dtype))
         hidden = self.decoder(embeddings, batch.positions)
         place = batch.targets != IGNORED
         logits = self.decoder.logits(hidden[place])
@@ -61,7 +61,7 @@ class Seeing(nn.Module):
         wrong = (logits.detach().argmax(1) != targets).float()
         right, asked = _score(batch, place, wrong)
         loss = functional.cross_entropy(logits, targets)
-        return Seen(loss, self.tower.label_loss(tokens, batch.labels), right, asked)
+        return Seen(loss, self.tower.label_loss(looked, batch.labels), right, asked)
 
 
 def _score(batch: Batch, place: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:

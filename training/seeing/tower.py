@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -22,6 +23,8 @@ from model_families.vision.rotary import axial_rotation
 
 CONFIG = msgspec.convert({**TRAINED_TOWER, "out_hidden_size": 576}, Qwen25VLVisionConfig)
 MEAN, STD = IMAGE_MEAN, IMAGE_STD
+
+EMPTY_WEIGHT = 0.2  # of a cell that shows nothing, beside one that shows something
 
 BlockForward = Callable[[Tensor, Tensor, Tensor, int, Sequence[Tensor]], Tensor]
 
@@ -89,8 +92,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
+class Looked(NamedTuple):
+    tokens: Tensor  # [P, C, words' width]: what the language model takes
+    inner: Tensor  # [P, C, merge block's width]: what they are made of
+
+
 class TrainedTower(nn.Module):
-    """The tower with a head that says which labels a cell shows: how near its token is to their words."""
+    """The tower, with what teaches it alone: a head that says which labels a cell shows, and the words of
+    those labels, near which its token is to lie. Neither is part of the model."""
 
     def __init__(
         self,
@@ -103,13 +112,20 @@ class TrainedTower(nn.Module):
         self.tower = tower
         self.dtype = dtype  # of the computation; the weights are in float32
         self.block_forward = block_forward
-        self.register_buffer("label_words", label_words, persistent=False)  # [labels, width], unit length
+        # [labels, width], from the mean word
+        self.register_buffer("label_words", label_words, persistent=False)
         self.label_words: Tensor
-        self.sharpness = nn.Parameter(torch.tensor(1.5))  # a logarithm
-        self.threshold = nn.Parameter(torch.full((len(label_words),), -4.0))
+        self.register_buffer("mean_word", tower.merger.fc2.bias.detach().clone(), persistent=False)
+        self.mean_word: Tensor
+        self.labels = nn.Linear(tower.merger.block_width, len(label_words))
+        nn.init.normal_(self.labels.weight, std=tower.merger.block_width**-0.5)
+        nn.init.constant_(self.labels.bias, -4.0)
 
     def forward(self, pixels: Tensor, noise: Tensor) -> Tensor:
         """→ [P, C, words' width]."""
+        return self.look(pixels, noise).tokens
+
+    def look(self, pixels: Tensor, noise: Tensor) -> Looked:
         tower, config = self.tower, self.tower.config
         side, heads = config.patch_size, config.num_heads
         x = self._linear(patches(pixels, noise, config).to(self.dtype), tower.patch_embed)
@@ -120,19 +136,29 @@ class TrainedTower(nn.Module):
         merger = tower.merger
         weight = merger.norm.get_parameter("weight").to(self.dtype)
         x = functional.rms_norm(x, weight.shape, weight, NORM_EPS).reshape(len(x), -1, merger.block_width)
-        return self._linear(functional.gelu(self._linear(x, merger.fc1)), merger.fc2)
+        inner = functional.gelu(self._linear(x, merger.fc1))
+        return Looked(self._linear(inner, merger.fc2), inner)
 
     def _linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         bias = None if layer.bias is None else layer.bias.to(self.dtype)
         return functional.linear(x, layer.weight.to(self.dtype), bias)
 
-    def label_loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Binary cross-entropy over every label of every cell, summed over labels."""
-        offset = tokens.float() - self.tower.merger.fc2.bias.float().detach()
-        logits = offset @ self.label_words.T * self.sharpness.exp() + self.threshold
+    def label_loss(self, looked: Looked, labels: Tensor) -> Tensor:
+        """What the head says of every label of every cell (binary cross-entropy, summed over labels), and how
+        far the token is from the words of what the cell shows (in variances of words).
+
+        A head of its own, because words of one kind lie close together (two digits' at a cosine of 0.87, from
+        the mean word): read off the token by its nearness to words, they would be learnt slowly."""
+        logits = self._linear(looked.inner, self.labels).float()
         wanted = torch.zeros_like(logits).scatter_(2, labels.long(), 1.0)
-        losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
-        return losses[..., 1:].sum(2).mean()  # label 0 is padding
+        wanted[..., 0] = 0.0  # label 0 is padding
+        named = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(2).mean()
+        count = wanted.sum(2, keepdim=True)
+        words = wanted @ self.label_words * count.clamp(min=1).rsqrt()
+        distance = (looked.tokens.float() - self.mean_word - words).square().mean(2)
+        scale = self.label_words[1:].square().mean()
+        weight = torch.where(count[..., 0] > 0, 1.0, EMPTY_WEIGHT)
+        return named + (distance * weight).sum() / (weight.sum() * scale)
 
 
 @cache
