@@ -73,9 +73,8 @@ def reach_each_other(one: str, other: str) -> bool:
 
 
 def choose_connector(edge: EdgeConfig, devices: tuple[str, str], *, together: bool) -> Connector:
-    """auto: in a process by hand, else as `GPU_TO_GPU` says, else by shared memory. Two ends in one process
-    need
-    no transport, whatever the file says for them apart."""
+    """auto: in a process by hand, between GPUs as `GPU_TO_GPU` says, else by shared memory. Two ends in one
+    process need no transport, whatever the file says for them apart."""
     if together:
         return "inproc"
     on_gpus = all(device.startswith("cuda") for device in devices)
@@ -95,8 +94,8 @@ def choose_connector(edge: EdgeConfig, devices: tuple[str, str], *, together: bo
             )
         case "cuda_ipc" if not reach_each_other(*devices):
             raise DeploymentError(
-                f"{where}: 'cuda_ipc' wants GPUs that reach each other's memory; {devices[0]} and {devices[1]}"
-                " do not on this machine: take 'shm'"
+                f"{where}: 'cuda_ipc' wants GPUs that reach each other's memory, which {devices[0]} and"
+                f" {devices[1]} do not on this machine: take 'shm'"
             )
         case "nixl" if importlib.util.find_spec("nixl_cu13") is None:
             raise DeploymentError(
