@@ -39,17 +39,16 @@ GREEDY_TOKENS = 48
 SPOKEN = '{"max_tokens": 40, "ignore_eos": true}'
 CHAT_MODEL, SPEECH_MODEL = "qwen2_5_vl_3b", "qwen3_omni_30b_a3b"
 # So that all servers of a group fit beside each other; a deployment alone takes what its file says.
-CHAT_MEMORY = ("vision.memory=7GiB", "vision.embedding_cache=1GiB", "vision.embedding_cache_host=1GiB")
-CHAT_MEMORY += ("thinker.memory=16GiB", "thinker.max_context=16384", "preprocess.workers=12")
-SPEECH_MEMORY = ("vision.memory=4GiB", "vision.embedding_cache=512MiB", "vision.embedding_cache_host=512MiB")
-SPEECH_MEMORY += ("audio.memory=3GiB", "audio.embedding_cache=256MiB", "audio.embedding_cache_host=256MiB")
-SPEECH_MEMORY += (
-    "thinker.memory=66GiB",
-    "thinker.max_context=8192",
-    "talker.memory=16GiB",
-    "talker.max_sequences=64",
+CHAT_MEMORY = (
+    *("vision.memory=7GiB", "vision.embedding_cache=1GiB", "vision.embedding_cache_host=1GiB"),
+    *("thinker.memory=16GiB", "thinker.max_context=16384", "preprocess.workers=12"),
 )
-SPEECH_MEMORY += ("vocoder.memory=4GiB", "preprocess.workers=4")
+SPEECH_MEMORY = (
+    *("vision.memory=4GiB", "vision.embedding_cache=512MiB", "vision.embedding_cache_host=512MiB"),
+    *("audio.memory=3GiB", "audio.embedding_cache=256MiB", "audio.embedding_cache_host=256MiB"),
+    *("thinker.memory=66GiB", "thinker.max_context=8192", "talker.memory=16GiB", "talker.max_sequences=64"),
+    *("vocoder.memory=4GiB", "preprocess.workers=4"),
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,7 @@ class Run:
     budget_s: float
     models: dict[str, Path]
     quick: bool
+    only_servers: tuple[str, ...]  # parts of their names; (): all
     started_s: float = field(default_factory=time.monotonic)
     results: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -225,10 +225,12 @@ def is_ready(port: int) -> bool:
 def servers(run: Run, wanted: Sequence[Server], first_port: int) -> Iterator[dict[str, Running]]:
     """Those that got ready, by name."""
     begun_s = time.monotonic()
+    if run.only_servers:
+        wanted = [server for server in wanted if any(part in server.name for part in run.only_servers)]
     started = [start_server(run, server, first_port + i) for i, server in enumerate(wanted)]
     try:
-        waiting = list(started)
-        while waiting and time.monotonic() - begun_s < min(READY_LIMIT_S, run.left_s):
+        waiting, end_s = list(started), begun_s + min(READY_LIMIT_S, run.left_s)
+        while waiting and time.monotonic() < end_s:
             for one in list(waiting):
                 if one.process.poll() is not None:
                     waiting.remove(one)
@@ -474,7 +476,9 @@ def measure(run: Run, parts: Sequence[str]) -> None:
         try_part(run, "links", lambda: links(run))
     chat_parts = [part for part in ("chat", "decode") if part in parts]
     if chat_parts or "tests" in parts:
-        wanted = CHAT if "chat" in parts else (CHAT[0], CHAT[5]) if "decode" in parts else ()
+        wanted: Sequence[Server] = ()
+        if chat_parts:
+            wanted = CHAT if "chat" in parts else (CHAT[0], CHAT[5])
         tests = None
         if "tests" in parts and not run.quick:
             command = python("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-s")
@@ -487,8 +491,7 @@ def measure(run: Run, parts: Sequence[str]) -> None:
                 if name in parts and there:
                     try_part(run, name, lambda part=part: part(run, there))  # type: ignore[misc]
     if "speech" in parts or "death" in parts:
-        wanted = SPEECH if "speech" in parts else SPEECH[1:]
-        with servers(run, wanted, 8200) as there:
+        with servers(run, SPEECH if "speech" in parts else SPEECH[1:], 8200) as there:
             for name, part in (("speech", speech), ("death", death)):
                 if name in parts and there:
                     try_part(run, name, lambda part=part: part(run, there))  # type: ignore[misc]
@@ -507,12 +510,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--chat-model", type=Path, help="default: the 3B shape")
     parser.add_argument("--speech-model", type=Path, help="default: the 30B shape")
+    parser.add_argument(
+        "--servers", action="append", default=[], metavar="PART", help="of a name; may come again"
+    )
     parser.add_argument("--quick", action="store_true", help="loads for a small machine, and no GPU")
     args = parser.parse_args(argv)
     work = args.out / "logs"
     work.mkdir(parents=True, exist_ok=True)
     models = {CHAT_MODEL: args.chat_model, SPEECH_MODEL: args.speech_model}
-    run = Run(args.out, work, args.budget_s, models, args.quick)
+    run = Run(args.out, work, args.budget_s, models, args.quick, tuple(args.servers))
     parts = args.only.split(",")
     for shape, folder in models.items():
         if folder is None:
