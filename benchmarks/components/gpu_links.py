@@ -35,6 +35,7 @@ from connectors.interface import Receiver, Sender
 from connectors.nixl import NixlDescription, NixlEdge, NixlReceiver, NixlSender
 from connectors.shm import ShmDescription, ShmEdge, ShmReceiver, ShmSender
 from contracts.chunks import Chunk
+from contracts.errors import OmnistageError
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
@@ -43,7 +44,10 @@ MAX_STREAM_CHUNKS = 512
 POOL_BYTES = 256 * MIB
 MAX_CHUNKS = 16
 WARM_UP_PINGS = 20
-ANSWER_LIMIT_S = 30.0
+ANSWER_LIMIT_S = 20.0
+CONNECTOR_LIMIT_S = 45.0
+PING_BYTES = 1 << 30  # of all pings of a size, at most
+MIN_PINGS = 20
 NAME = "benchmarks.components.gpu_links"
 
 Description = ShmDescription | NixlDescription | CudaIpcDescription
@@ -191,32 +195,44 @@ def rate(nbytes: int, seconds: float) -> float:
 
 
 async def figures(
-    connector: str, devices: tuple[str, str], pings: int, rounds: int, sizes: Sequence[int]
-) -> list[Figure]:
+    connector: str,
+    devices: tuple[str, str],
+    pings: int,
+    rounds: int,
+    sizes: Sequence[int],
+    found: list[Figure],
+) -> None:
+    """Appends to `found` what it has, also when it fails later."""
     peer = Peer(connector, devices)
-    found = []
     try:
-        for nbytes in sizes:
-            tensor = torch.ones(nbytes, dtype=torch.uint8, device=devices[0])
-            target = torch.empty_like(tensor, device=devices[1])
-            wait_for(tensor.device)
-            count = min(MAX_STREAM_CHUNKS, max(4, STREAM_BYTES // nbytes))
-            floor_us, floor_rate = floor_of(tensor, target, pings, count)
-            taken = [await peer.exchange(tensor) for _ in range(WARM_UP_PINGS + pings)]
-            taken = sorted(taken[WARM_UP_PINGS:])
-            rates = []
-            for _ in range(rounds + 1):
-                start = time.perf_counter()
-                await peer.exchange(tensor, count)
-                rates.append(rate(nbytes * count, time.perf_counter() - start))
-            middle = median(rates[1:])
-            assert middle is not None
-            p50, p99 = taken[pings // 2], taken[pings * 99 // 100]
-            found.append(Figure(connector, nbytes, p50, p99, middle, floor_us, floor_rate))
-        await peer.stop()
+        async with asyncio.timeout(CONNECTOR_LIMIT_S):
+            for nbytes in sizes:
+                found.append(await figure_of(peer, connector, nbytes, devices, pings, rounds))
+            await peer.stop()
     finally:
         peer.end()
-    return found
+
+
+async def figure_of(
+    peer: Peer, connector: str, nbytes: int, devices: tuple[str, str], pings: int, rounds: int
+) -> Figure:
+    tensor = torch.ones(nbytes, dtype=torch.uint8, device=devices[0])
+    target = torch.empty_like(tensor, device=devices[1])
+    wait_for(tensor.device)
+    count = min(MAX_STREAM_CHUNKS, max(4, STREAM_BYTES // nbytes))
+    num_pings = min(pings, max(MIN_PINGS, PING_BYTES // nbytes))
+    floor_us, floor_rate = floor_of(tensor, target, num_pings, count)
+    taken = [await peer.exchange(tensor) for _ in range(WARM_UP_PINGS + num_pings)]
+    taken = sorted(taken[WARM_UP_PINGS:])
+    rates = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        await peer.exchange(tensor, count)
+        rates.append(rate(nbytes * count, time.perf_counter() - start))
+    middle = median(rates[1:])
+    assert middle is not None
+    p50, p99 = taken[num_pings // 2], taken[num_pings * 99 // 100]
+    return Figure(connector, nbytes, p50, p99, middle, floor_us, floor_rate)
 
 
 def size_text(nbytes: int) -> str:
@@ -267,10 +283,10 @@ def main(argv: Sequence[str]) -> int:
     failed = 0
     sizes = [size for size in SIZES if size <= options.max_size]
     for connector in options.connectors.split(","):
-        measuring = figures(connector, (first, second), options.pings, options.rounds, sizes)
+        measuring = figures(connector, (first, second), options.pings, options.rounds, sizes, found)
         try:
-            found += asyncio.run(measuring)
-        except (RuntimeError, OSError, TimeoutError, AssertionError, subprocess.TimeoutExpired) as error:
+            asyncio.run(measuring)
+        except (OmnistageError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:
             failed = 1  # the others are still worth measuring
             print(f"{connector}: {type(error).__name__}: {error}", file=sys.stderr)
     print(table(found))

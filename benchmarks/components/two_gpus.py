@@ -93,7 +93,7 @@ class Run:
     out: Path
     work: Path
     budget_s: float
-    models: dict[str, Path]
+    models: dict[str, Path | None]
     quick: bool
     only_servers: tuple[str, ...]  # parts of their names; (): all
     started_s: float = field(default_factory=time.monotonic)
@@ -366,7 +366,7 @@ def compare_greedy(run: Run, one: Running, other: Running) -> dict[str, Any]:
     again = [greedy(one, prompt + prompts[0], 1) and greedy(one, prompt) for prompt in prompts]
     found = {
         "tokens": GREEDY_TOKENS,
-        "same_first_token": sum(a[:1] == b[:1] for a, b in zip(alone, divided, strict=True)),
+        "same_first_token": sum(common(a[:1], b[:1]) == 1 for a, b in zip(alone, divided, strict=True)),
         "common_tokens_median": median([common(a, b) for a, b in zip(alone, divided, strict=True)]),
         "common_tokens_of_one_gpu_with_itself": median(
             [common(a, b) for a, b in zip(alone, again, strict=True)]
@@ -472,8 +472,6 @@ def try_part(run: Run, name: str, part: Callable[[], None]) -> None:
 
 
 def measure(run: Run, parts: Sequence[str]) -> None:
-    if "links" in parts:
-        try_part(run, "links", lambda: links(run))
     chat_parts = [part for part in ("chat", "decode") if part in parts]
     if chat_parts or "tests" in parts:
         wanted: Sequence[Server] = ()
@@ -495,6 +493,16 @@ def measure(run: Run, parts: Sequence[str]) -> None:
             for name, part in (("speech", speech), ("death", death)):
                 if name in parts and there:
                     try_part(run, name, lambda part=part: part(run, there))  # type: ignore[misc]
+
+
+def write_folders(run: Run) -> dict[str, subprocess.Popen[bytes]]:
+    """Of the shapes for which no folder was given; under way."""
+    writing = {}
+    for shape in [shape for shape, folder in run.models.items() if folder is None]:
+        folder = run.models[shape] = run.work / shape
+        command = python("benchmarks.components.shape_folder", shape, str(folder))
+        writing[shape] = spawn(run, shape, command)
+    return writing
 
 
 def report_tests(run: Run, process: subprocess.Popen[bytes]) -> None:
@@ -520,21 +528,18 @@ def main(argv: Sequence[str]) -> int:
     models = {CHAT_MODEL: args.chat_model, SPEECH_MODEL: args.speech_model}
     run = Run(args.out, work, args.budget_s, models, args.quick, tuple(args.servers))
     parts = args.only.split(",")
-    for shape, folder in models.items():
-        if folder is None:
-            models[shape] = Path("/tmp") / shape
-            if not (models[shape] / "config.json").exists():
-                subprocess.run(
-                    python("benchmarks.components.shape_folder", shape, str(models[shape])),
-                    check=True,
-                    cwd=ROOT,
-                )
+    run.say(" ".join(sys.argv))
     try:
+        writing = write_folders(run)
+        if "links" in parts:
+            try_part(run, "links", lambda: links(run))
+        finish(run, writing, 60)
         measure(run, parts)
     finally:
         run.results["failures"] = run.failures
         (args.out / "two_gpus.json").write_text(json.dumps(run.results))
-        subprocess.run(["tar", "czf", str(args.out / "logs.tar.gz"), "-C", str(work), "."], check=True)
+        logs = [path.name for path in work.iterdir() if path.is_file()]
+        subprocess.run(["tar", "czf", str(args.out / "logs.tar.gz"), "-C", str(work), *logs], check=True)
     run.say("failed: " + ("; ".join(run.failures) or "nothing"))
     for table in (chat_table(run, [s.name for s in CHAT]), speech_table(run)):
         print(table)
