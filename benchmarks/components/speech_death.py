@@ -82,7 +82,7 @@ async def measure(args: argparse.Namespace, clock: Clock) -> DeathReport:
             requests=args.requests,
             concurrency=args.concurrency,
             words=args.words,
-            voice="alloy",
+            voice=args.voice,
             sample_rate=SAMPLE_RATE,
             seed=7,
         )
@@ -152,6 +152,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--words", type=int, default=15)
+    parser.add_argument("--voice", default="alloy")
     parser.add_argument("--after-s", type=float, default=4.0)
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--extra-body", default="{}")

@@ -411,6 +411,15 @@ def greedy(running: Running, prompt: str, max_tokens: int = GREEDY_TOKENS) -> li
     return [(str(entry["bytes"] or entry["token"]), float(entry["logprob"])) for entry in content]
 
 
+def voice_of(running: Running) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
+    try:
+        connection.request("GET", "/v1/audio/voices")
+        return str(json.loads(connection.getresponse().read())["voices"][0])
+    finally:
+        connection.close()
+
+
 def speech(run: Run, there: dict[str, Running]) -> None:
     """One server after the other."""
     names = [server.name for server in SPEECH if server.name in there]
@@ -418,6 +427,7 @@ def speech(run: Run, there: dict[str, Running]) -> None:
         for name in names:
             requests = streams * (2 if streams == 16 else 1)
             asked = ["--chat", "--words", "15", "--extra-body", SPOKEN, "--timeout", "60"]
+            asked += ["--voice", voice_of(there[name])]
             asked += ["--requests", str(requests), "--concurrency", str(streams)]
             process, result = bench(run, there[name], f"speech {streams}", *asked)
             finish(run, {f"speech {streams} {name}": process}, 80)
@@ -448,7 +458,16 @@ def death(run: Run, there: dict[str, Running]) -> None:
         return
     result = run.work / "death.json"
     command = python("benchmarks.components.speech_death", "--url", running.url, "--stage", "talker")
-    command += ["--extra-body", SPOKEN, "--json", str(result), "--timeout", "75"]
+    command += [
+        "--extra-body",
+        SPOKEN,
+        "--json",
+        str(result),
+        "--timeout",
+        "75",
+        "--voice",
+        voice_of(running),
+    ]
     command += (
         ["--requests", "4", "--concurrency", "2", "--after-s", "2"] if run.quick else ["--after-s", "3"]
     )
