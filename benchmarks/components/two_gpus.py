@@ -229,7 +229,7 @@ def servers(run: Run, wanted: Sequence[Server], first_port: int) -> Iterator[dic
         wanted = [server for server in wanted if any(part in server.name for part in run.only_servers)]
     started = [start_server(run, server, first_port + i) for i, server in enumerate(wanted)]
     try:
-        waiting, end_s = list(started), begun_s + min(READY_LIMIT_S, run.left_s)
+        waiting, end_s = list(started), begun_s + min(READY_LIMIT_S * (3 if run.quick else 1), run.left_s)
         while waiting and time.monotonic() < end_s:
             for one in list(waiting):
                 if one.process.poll() is not None:
