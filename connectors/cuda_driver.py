@@ -33,6 +33,7 @@ def _library() -> ctypes.CDLL:
         "cuIpcOpenMemHandle_v2": [ctypes.POINTER(pointer), _MemHandle, ctypes.c_uint],
         "cuIpcCloseMemHandle": [pointer],
         "cuMemcpyAsync": [pointer, pointer, size, ctypes.c_void_p],
+        "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
     }.items():
         getattr(library, name).argtypes = arguments
         getattr(library, name).restype = ctypes.c_int
@@ -42,7 +43,10 @@ def _library() -> ctypes.CDLL:
 def _call(name: str, *arguments: object) -> None:
     status = getattr(_library(), name)(*arguments)
     if status != 0:
-        raise EngineError(f"connector 'cuda_ipc': {name} failed with CUDA error {status}")
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(status, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode()
+        raise EngineError(f"connector 'cuda_ipc': {name} failed with CUDA error {status}: {reason}")
 
 
 class DeviceContext:
@@ -72,7 +76,9 @@ class DeviceContext:
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """Maps another process's memory, of whichever GPU this one reaches."""
+        """Maps another process's memory, of whichever GPU this one reaches. It stays there until it is
+        shut, also
+        when its process dies."""
         self._enter()
         address = ctypes.c_uint64()
         shared = _MemHandle((ctypes.c_ubyte * HANDLE_BYTES).from_buffer_copy(handle))

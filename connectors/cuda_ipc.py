@@ -3,54 +3,63 @@ memory.
 
 The ring of `connectors.shm` carries everything but the values of device tensors: order, credits,
 cancellation, epochs and death are its own. Beside it the sender's process owns a pool of device memory,
-exported once, from which a span is taken for each chunk that has device tensors. Events order the copies, a
-pair for each slot:
+exported once, from which a span is taken for each chunk that has device tensors:
 
-    sender's stream      copy in ── written[slot]                       wait read[slot] ── next copy in
-    host                          └ message ─▶                 ◀─ slot returned ┘
-    receiver's stream                  wait written[slot] ── copy out ── read[slot]
+    sender's stream     ... computed ── copy in ─ done
+    sender's host       send ─▶ returns          └─ a thread hears it ── message ─▶
+    receiver's stream                                                        copy out ─ done
+    receiver's host                                              receive ─▶             └─▶ slot returned
 
-Neither host waits for a GPU. Handles cross in a second memfd, each end's written before the first word of its
-epoch.
+A GPU waits for nothing that another process does: a process may be killed at any moment, and what it would
+have
+signalled never comes. So a message is shown once its copy is complete, and a slot returned once it is
+copied out.
+The pool's handle crosses in a second memfd, written before the first message.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import mmap
 import os
+import queue
 import secrets
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
 from connectors import wire
-from connectors.ring import End, sealed_memfd
+from connectors.ring import sealed_memfd
 from connectors.shm import ShmDescription, ShmEdge, ShmReceiver, ShmSender
 from connectors.spans import SpanPool
 from connectors.wire import Packed
 from contracts.chunks import Chunk, TensorHeader
 from contracts.errors import EngineError, PeerLost
 
-EXPORT_BYTES = 64 << 10  # of each end
+EXPORT_BYTES = 4 << 10
 DEVICE_ALIGNMENT = 256
+POOL_GRANULE = 2 << 20  # what the driver shares memory by: nothing else of the process lies in a pool's pages
 HOST_POOL_BYTES = 4 << 20  # for tensors of the host, which are small beside those of a device
-_PLACES: dict[End, int] = {"sender": 0, "receiver": EXPORT_BYTES}
 
 
 class CudaIpcDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What an end needs to open an edge. `device_bytes`: of the pool in the sender's GPU."""
 
     ring: ShmDescription
-    exports_fd: int
+    export_fd: int
     device_bytes: int
     sender_device: str
     receiver_device: str
 
 
 class SendLane(Protocol):
-    """The sender's device: its pool, and events by slot. All in the order of one stream."""
+    """The sender's device, and its pool there."""
 
     def carries(self, tensor: Tensor) -> bool:
         """Whether it is a tensor of the device, and not of the host."""
@@ -58,39 +67,33 @@ class SendLane(Protocol):
 
     def export(self) -> bytes: ...
 
-    def meet(self, export: bytes) -> None:
-        """The receiver's events."""
+    def write(self, parts: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+        """Copies to offsets of the pool, in the order of the current stream; what is returned blocks until
+        they
+        are complete, and may be called by any thread."""
         ...
 
-    def write(self, slot: int, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Copies to offsets of the pool what the current stream has computed, then records written[slot]."""
+    def close(self, *, is_read: bool) -> None:
+        """`is_read`: the receiver may have the pool open, and be copying."""
         ...
-
-    def await_read(self, slot: int) -> None:
-        """Later writes come after read[slot]."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class ReceiveLane(Protocol):
-    """The receiver's device, in the order of its current stream."""
-
-    def export(self) -> bytes: ...
+    """The receiver's device."""
 
     def meet(self, export: bytes) -> None:
-        """The sender's pool and events; forgets those of a sender before."""
+        """The sender's pool; forgets that of a sender before."""
         ...
 
-    def read(self, slot: int, parts: Sequence[tuple[int, TensorHeader]]) -> list[Tensor]:
-        """After written[slot], copies out of the pool, then records read[slot]."""
+    def read(self, parts: Sequence[tuple[int, TensorHeader]]) -> list[Tensor]:
+        """Copies out of the pool, complete on return, whatever the device is computing."""
         ...
 
     def close(self) -> None: ...
 
 
 class CudaIpcEdge:
-    """The parent's; see `ShmEdge`."""
+    """The parent's; see `ShmEdge`. Both ends must see the same GPUs under the same numbers."""
 
     def __init__(self, description: CudaIpcDescription, ring: ShmEdge) -> None:
         self._description = description
@@ -105,8 +108,8 @@ class CudaIpcEdge:
         ring = ShmEdge.create(name, HOST_POOL_BYTES, max_chunks)
         description = CudaIpcDescription(
             ring=ring.description(),
-            exports_fd=sealed_memfd(f"{name}-exports", len(_PLACES) * EXPORT_BYTES),
-            device_bytes=_aligned(capacity_bytes),
+            export_fd=sealed_memfd(f"{name}-export", EXPORT_BYTES),
+            device_bytes=_aligned(capacity_bytes, POOL_GRANULE),
             sender_device=sender_device,
             receiver_device=receiver_device,
         )
@@ -114,40 +117,38 @@ class CudaIpcEdge:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        return (*self._ring.fds, self._description.exports_fd)
+        return (*self._ring.fds, self._description.export_fd)
 
     def description(self) -> CudaIpcDescription:
         return self._description
 
     def close(self) -> None:
         self._ring.close()
-        os.close(self._description.exports_fd)
+        os.close(self._description.export_fd)
 
 
 class _Export(msgspec.Struct, frozen=True, array_like=True):
-    """`holder` tells one holder of an end from the next."""
+    """`holder` tells one holder of the sending end from the next."""
 
     holder: int
     content: bytes
 
 
-class _Exports:
-    """Both ends' handles, in memory that both map: length, then an `_Export`."""
+class _Exported:
+    """The sender's handle, in memory that both ends map: length, then an `_Export`."""
 
     def __init__(self, fd: int) -> None:
-        self._pages = memoryview(mmap.mmap(fd, len(_PLACES) * EXPORT_BYTES))
+        self._pages = memoryview(mmap.mmap(fd, EXPORT_BYTES))
 
-    def put(self, end: End, content: bytes) -> None:
+    def put(self, content: bytes) -> None:
         data = msgspec.msgpack.encode(_Export(secrets.randbits(63), content))
-        assert len(data) + 4 <= EXPORT_BYTES, "too many chunks for the handles' place"
-        place = _PLACES[end]
-        self._pages[place + 4 : place + 4 + len(data)] = data
-        self._pages[place : place + 4] = len(data).to_bytes(4, "little")
+        assert len(data) + 4 <= EXPORT_BYTES
+        self._pages[4 : 4 + len(data)] = data
+        self._pages[:4] = len(data).to_bytes(4, "little")
 
-    def get(self, end: End) -> _Export:
-        place = _PLACES[end]
-        nbytes = int.from_bytes(self._pages[place : place + 4], "little")
-        return msgspec.msgpack.decode(self._pages[place + 4 : place + 4 + nbytes], type=_Export)
+    def get(self) -> _Export:
+        nbytes = int.from_bytes(self._pages[:4], "little")
+        return msgspec.msgpack.decode(self._pages[4 : 4 + nbytes], type=_Export)
 
 
 class _PackedForDevice(Packed, frozen=True):
@@ -155,28 +156,62 @@ class _PackedForDevice(Packed, frozen=True):
     device_nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """Under way on the device, for the thread that waits for it."""
+
+    wait: Callable[[], None]
+    held: _Held
+    loop: asyncio.AbstractEventLoop
+
+
+@dataclass(eq=False)
+class _Held:
+    """A filled slot that is not shown yet: its copy, or one before it, is not complete."""
+
+    slot: int
+    is_complete: bool
+
+
 class CudaIpcSender(ShmSender):
-    """See `connectors.interface.Sender`. Device tensors may be freed or written to after `send` returns: the
-    allocator is told, and the stream orders it."""
+    """See `connectors.interface.Sender`. `send` waits for credits and not for the device; device tensors
+    may be
+    freed, and be written to in the order of the stream, once it has returned."""
 
     def __init__(self, description: CudaIpcDescription, lane: SendLane) -> None:
         self._lane = lane
-        self._exports = _Exports(description.exports_fd)
         self._device_bytes = description.device_bytes
         self._device_span: dict[int, int] = {}
-        self._met = 0
+        self._held: deque[_Held] = deque()
+        self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         super().__init__(description.ring)
-        self._exports.put("sender", lane.export())
+        _Exported(description.export_fd).put(lane.export())
 
     def close(self) -> None:
-        if not self._closed:
-            super().close()
-            self._lane.close()
+        """Waits for the device: what was sent is still there for the receiver. Idempotent."""
+        if self._closed:
+            return
+        if self._thread is not None:
+            self._copies.put(None)
+            self._thread.join()
+        if self._ring.epoch == self._epoch:
+            for held in self._held:
+                held.is_complete = True
+            self._show_complete()
+        is_read = not self._is_gone()
+        super().close()
+        self._lane.close(is_read=is_read)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
         self._device_pool = SpanPool(self._device_bytes)
         self._device_span.clear()
+        self._held.clear()
+
+    def _foretell(self, chunk: Chunk) -> None:
+        if not any(map(self._lane.carries, chunk.tensors.values())):  # else it waits for the device first
+            super()._foretell(chunk)
 
     def _pack(self, chunk: Chunk) -> Packed:
         on_device = {name: tensor for name, tensor in chunk.tensors.items() if self._lane.carries(tensor)}
@@ -215,34 +250,65 @@ class CudaIpcSender(ShmSender):
         return reserved
 
     def _write(self, slot: int, span: int | None, chunk: Chunk, packed: Packed) -> None:
-        if isinstance(packed, _PackedForDevice):
-            offset = self._device_span.get(slot, 0)
-            self._ring.put_device_offset(slot, offset)
-            places = _places(offset, [tensor.nbytes for tensor in packed.on_device])
-            self._lane.write(slot, list(zip(places, packed.on_device, strict=True)))
-        super()._write(slot, span, chunk, packed)
+        self._fill(slot, span, packed)
+        if not isinstance(packed, _PackedForDevice):
+            if not self._held:
+                self._announce(slot)
+                return
+            self._held.append(_Held(slot, is_complete=True))  # a stream stays in order
+            return
+        offset = self._device_span.get(slot, 0)
+        self._ring.put_device_offset(slot, offset)
+        places = _places(offset, [tensor.nbytes for tensor in packed.on_device])
+        wait = self._lane.write(list(zip(places, packed.on_device, strict=True)))
+        self._held.append(_Held(slot, is_complete=False))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._await_copies, name=f"edge {self._room.name}")
+            self._thread.start()
+        self._copies.put(_Copy(wait, self._held[-1], asyncio.get_running_loop()))
+
+    def _await_copies(self) -> None:
+        """The thread."""
+        while (copy := self._copies.get()) is not None:
+            copy.wait()
+            with contextlib.suppress(RuntimeError):  # the loop has ended: `close` sees to the rest
+                copy.loop.call_soon_threadsafe(self._completed, copy.held)
+
+    def _completed(self, held: _Held) -> None:
+        held.is_complete = True
+        if not self._closed:
+            self._follow()
+            self._show_complete()
+            self._wake_line()
+
+    def _show_complete(self) -> None:
+        while self._held and self._held[0].is_complete:
+            slot = self._held.popleft().slot
+            if self._in_use[slot].cancelled:
+                self._take_back(slot)
+            else:
+                self._announce(slot)
+
+    def _cancel_slots(self, slots: Sequence[int]) -> None:
+        held = {held.slot for held in self._held}
+        super()._cancel_slots([slot for slot in slots if slot not in held])
 
     def _take_back(self, slot: int) -> None:
         super()._take_back(slot)
         if slot in self._device_span:
-            export = self._exports.get("receiver")
-            if export.holder != self._met:
-                self._lane.meet(export.content)
-                self._met = export.holder
-            self._lane.await_read(slot)
             self._device_pool.give_back(self._device_span.pop(slot))
 
 
 class CudaIpcReceiver(ShmReceiver):
-    """See `connectors.interface.Receiver`. Device tensors arrive as copies on the receiver's device, ready in
-    its current stream; all tensors are the caller's to keep."""
+    """See `connectors.interface.Receiver`. Device tensors arrive as complete copies on the receiver's
+    device; all
+    tensors are the caller's to keep."""
 
     hands_over = True
 
     def __init__(self, description: CudaIpcDescription, lane: ReceiveLane) -> None:
         self._lane = lane
-        self._exports = _Exports(description.exports_fd)
-        self._exports.put("receiver", lane.export())  # before the first word that shows an end here
+        self._exported = _Exported(description.export_fd)
         self._met = 0
         super().__init__(description.ring)
 
@@ -255,20 +321,25 @@ class CudaIpcReceiver(ShmReceiver):
         tensors = {name: tensor.clone() for name, tensor in chunk.tensors.items()}
         described = self._device_headers(slot)
         if described:
-            export = self._exports.get("sender")
-            if export.holder != self._met:
-                self._meet(export)
+            self._meet()
             places = _places(self._ring.device_offset(slot), [wire.nbytes_of(t) for t in described])
-            read = self._lane.read(slot, list(zip(places, described, strict=True)))
+            read = self._lane.read(list(zip(places, described, strict=True)))
             tensors |= {header.name: tensor for header, tensor in zip(described, read, strict=True)}
         return msgspec.structs.replace(chunk, tensors=tensors)
 
-    def _meet(self, export: _Export) -> None:
+    def _meet(self) -> None:
+        """The holder of the sending end, if it is another than before."""
+        export = self._exported.get()
+        if export.holder == self._met:
+            return
+        lost = PeerLost(f"edge {self._ring.description.name} has lost its sender")
+        if self._ring.epoch != self._epoch:
+            raise lost  # the next holder is there already, and the chunk lies in the pool of the one before
         try:
             self._lane.meet(export.content)
         except EngineError as error:
             if self._ring.is_gone("sender", self._epoch):
-                raise PeerLost(f"edge {self._ring.description.name} has lost its sender") from error
+                raise lost from error
             raise
         self._met = export.holder
 
@@ -286,5 +357,5 @@ def _places(offset: int, sizes: Sequence[int]) -> list[int]:
     return places
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
+def _aligned(nbytes: int, granule: int = DEVICE_ALIGNMENT) -> int:
+    return -(-nbytes // granule) * granule

@@ -74,9 +74,16 @@ class ShmSender(CreditedSender):
             self._bell.ring()
 
     def _write(self, slot: int, span: int | None, chunk: Chunk, packed: Packed) -> None:
+        self._fill(slot, span, packed)
+        self._announce(slot)
+
+    def _fill(self, slot: int, span: int | None, packed: Packed) -> None:
         body_offset = self._ring.body_offset(slot, span)
         wire.write(self._ring.memory, body_offset, packed)
         self._ring.put_preamble(slot, body_offset, len(packed.header), time.monotonic_ns())
+
+    def _announce(self, slot: int) -> None:
+        """Shows a filled slot to the receiver."""
         self._put_message(slot)
         self._publish()
 

@@ -6,7 +6,6 @@ Shapes: R rows of the step, V vocabulary.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lm_engine.capture import GraphRecorder
+from lm_engine.devices import device_thread
 from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.plan import StepPlan
@@ -39,8 +40,12 @@ class DecodeGraphs(Protocol):
         the next replay; the tokens, drawn greedily or by plain temperature, are the caller's."""
         ...
 
+    def compile_all(self) -> None:
+        """Compiles what `capture_all` will need, on several threads: steps run here in any order."""
+        ...
+
     def capture_all(self) -> int:
-        """Captures what is not captured yet; returns the number of graphs."""
+        """Captures what is not captured yet, one after another; returns the number of graphs."""
         ...
 
 
@@ -92,7 +97,7 @@ class CapturedDecodes:
         self.max_rows = min(table.max_sequences, BATCH_SIZES[-1])
         self._model, self._attention, self._kv, self._table = model, attention, kv, table
         self._arrivals_R = torch.zeros(self.max_rows, dtype=torch.int32, device=table.device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = GraphRecorder(table.device)
         self._captured: dict[int, _Captured] = {}
 
     def replay(self, packed_4R: np.ndarray) -> tuple[Tensor, Sampled]:
@@ -108,17 +113,21 @@ class CapturedDecodes:
         token_R, valid_R = captured.buffers.results_2R[:, :num_rows].clone().unbind(0)
         return captured.logits_RV[:num_rows], Sampled(token_R, valid_R, None)
 
-    def capture_all(self) -> int:
-        sizes = {bucket(num_rows, self.max_rows) for num_rows in range(1, self.max_rows + 1)}
-        missing = sorted(sizes - self._captured.keys(), reverse=True)
-        if missing:
+    def compile_all(self) -> None:
+        if missing := self._missing():
             self._compile(missing[0])
-            with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
+            with device_thread(self._table.device, "compile", COMPILE_THREADS) as threads:
                 list(threads.map(self._compile, missing[1:]))
+
+    def capture_all(self) -> int:
         with torch.inference_mode():
-            for size in missing:
+            for size in self._missing():
                 self._capture(size)
         return len(self._captured)
+
+    def _missing(self) -> list[int]:
+        sizes = {bucket(num_rows, self.max_rows) for num_rows in range(1, self.max_rows + 1)}
+        return sorted(sizes - self._captured.keys(), reverse=True)
 
     @torch.inference_mode()
     def _compile(self, size: int) -> None:
@@ -131,12 +140,7 @@ class CapturedDecodes:
         from lm_engine.triton.step import DecodeBuffers
 
         buffers = DecodeBuffers.allocate(size, self._table)
-        self._run(buffers)  # compiles what is new, which a capture must not
-        torch.cuda.synchronize(self._table.device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (encoders, copies) may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_RV = self._run(buffers)
+        graph, logits_RV = self._recorder.record(lambda: self._run(buffers))
         captured = self._captured[size] = _Captured(graph, buffers, logits_RV)
         logger.info("captured the decode step of %d sequences", size)
         return captured

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, cast
@@ -20,10 +22,16 @@ import torch
 from torch import Tensor, distributed
 
 from contracts.errors import EngineError
+from lm_engine.devices import enter_device
 from lm_engine.layers.kernels import DecoderLayer, Linear, Mlp
 from lm_engine.model import DecoderConfig
 
 START_LIMIT = timedelta(minutes=10)
+_NCCL_ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",  # multicast needs rights that containers lack
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a thread that would look into the file of the meeting for ever
+}
 
 
 class WeightSource(Protocol):
@@ -51,6 +59,12 @@ class TensorParallel(Protocol):
 
     def smallest(self, value: int) -> int: ...
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it this rank adds nothing up: for steps whose results nobody wants. From one thread; the
+        steps
+        may run on any."""
+        ...
+
 
 class _Work(Protocol):
     def wait(self) -> object: ...
@@ -65,14 +79,16 @@ class _Group(Protocol):
 
 class RankGroup:
     """NCCL between GPUs, gloo between CPUs. They meet in a file of no name that rank 0's process has made
-    and the others inherited."""
+    and the others inherited; none of them needs it any more when all are made."""
 
     def __init__(self, rank: int, size: int, meeting_fd: int, device: torch.device) -> None:
         self.rank, self.size, self._device = rank, size, device
+        self._is_apart = False
         store = distributed.FileStore(f"/proc/self/fd/{meeting_fd}", size)  # type: ignore[attr-defined]
         if device.type == "cuda":
-            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast needs rights that containers lack
-            torch.cuda.set_device(device)
+            for name, value in _NCCL_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            enter_device(device)
             nccl = distributed.ProcessGroupNCCL.Options()
             nccl._timeout = START_LIMIT
             group = cast(_Group, distributed.ProcessGroupNCCL(store, rank, size, nccl))
@@ -82,23 +98,40 @@ class RankGroup:
             gloo._devices = [distributed.ProcessGroupGloo.create_device(interface="lo")]
             group = cast(_Group, distributed.ProcessGroupGloo(store, rank, size, gloo))
         self._group = group
+        self.smallest(0)  # NCCL meets in the first call
 
     def add_up(self, part: Tensor) -> Tensor:
         part = part.contiguous()
-        self._group.allreduce([part]).wait()
+        if not self._is_apart:
+            self._group.allreduce([part], _allreduce_options()).wait()
         return part
 
     def share(self, tensor: Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank = 0
+        options.asyncOp = False
         self._group.broadcast([tensor], options).wait()
 
     def smallest(self, value: int) -> int:
-        options = distributed.AllreduceOptions()
+        options = _allreduce_options()
         options.reduceOp = distributed.ReduceOp.MIN  # type: ignore[assignment]
         found = torch.tensor([value], device=self._device)
         self._group.allreduce([found], options).wait()
         return int(found.item())
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+
+def _allreduce_options() -> distributed.AllreduceOptions:
+    options = distributed.AllreduceOptions()
+    options.asyncOp = False  # NCCL then computes in the order of the current stream, not on one beside it
+    return options
 
 
 # --- what a rank holds --------------------------------------------------------------------------------------

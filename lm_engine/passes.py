@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lm_engine.capture import GraphRecorder
 from lm_engine.graphs import can_capture
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderModel, PagedKV
 from lm_engine.request_table import RequestTable
@@ -172,17 +173,9 @@ class CapturedPasses(PaddedPasses):
 
 
 class CudaRecorder:
-    """Its graphs share one pool of memory: a result is valid until the next replay."""
-
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = GraphRecorder(device)
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        run()  # compiles what is new, which a capture must not
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (encoders, copies) may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = run()
+        graph, result = self._recorder.record(run)
         return graph.replay, result

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from contracts.chunks import TensorHeader
+from lm_engine.graphs import DecodeGraphs
 from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import DecoderModel, PagedKV
 from lm_engine.parallel import TensorParallel
@@ -165,7 +166,9 @@ class Followers:
 
 
 class RankRunner(Runner):
-    """A rank's part of a runner: its steps wait for the other ranks inside, which no graph holds."""
+    """A rank's part of a runner: its steps add up with the other ranks' inside, and so do its graphs, which
+    all
+    ranks capture and replay in the same order."""
 
     def __init__(
         self,
@@ -183,10 +186,14 @@ class RankRunner(Runner):
             kv,
             max_sequences=max_sequences,
             max_length=max_length,
-            cuda_graphs=False,
             rule=rule,
         )
         self._parallel = parallel
+
+    def _compile(self, graphs: DecodeGraphs) -> None:
+        """Its steps run in any order, and for their kernels alone."""
+        with self._parallel.apart():
+            super()._compile(graphs)
 
 
 class LeadingRunner(RankRunner):

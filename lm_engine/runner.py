@@ -5,7 +5,7 @@ Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, S sam
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from contracts.messages import TokenLogprobs
 from lm_engine.alignment import first_positions, smoothed
+from lm_engine.devices import device_thread
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
 from lm_engine.logits_rule import LogitsRule
@@ -85,8 +86,8 @@ class Runner:
         if cuda_graphs and rule is None:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
             self._passes = make_passes(model, attention, kv, self.table)
-        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch")
-        self._collector = ThreadPoolExecutor(1, thread_name_prefix="runner-collect")
+        self._launcher = device_thread(model.device, "runner-launch")
+        self._collector = device_thread(model.device, "runner-collect")
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         launched = self._launcher.submit(self._launch, plan)
@@ -97,7 +98,15 @@ class Runner:
         graphs, passes = self._graphs, self._passes
         if graphs is None or passes is None:
             return 0
-        return self._launcher.submit(lambda: graphs.capture_all() + passes.capture_all()).result()
+
+        def capture() -> int:
+            self._compile(graphs)
+            return graphs.capture_all() + passes.capture_all()
+
+        return self._launcher.submit(capture).result()
+
+    def _compile(self, graphs: DecodeGraphs) -> None:
+        graphs.compile_all()
 
     def close(self) -> None:
         """Finishes what was submitted, then ends both threads."""

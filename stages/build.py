@@ -1,5 +1,5 @@
 """Builds what a stage runs: loads weights on its device, sizes its memory, returns it with its capacity
-line."""
+line. Called by the thread that runs the stage, which stays on the device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from encoder_pool.batcher import BatchLimits
 from encoder_pool.cache import CacheConfig
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from lm_engine.config import EngineConfig
+from lm_engine.devices import enter_device
 from lm_engine.engine import LMEngine
 from lm_engine.memory import KVCapacity, StepLimits, allocate_kv, capacity_of, measure_capacity
 from lm_engine.model import DecoderModel, PagedKV
@@ -51,6 +52,7 @@ def _alone_on(plan: StagePlan) -> contextlib.AbstractContextManager[object]:
 
 def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
     device = torch.device(plan.device)
+    enter_device(device)
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     with _alone_on(plan):
         model = family.load_encoder(stage_of(plan.stage), device, plan.dtype)
@@ -73,6 +75,7 @@ def build_lm_engine(
 ) -> tuple[LMEngine, str]:
     """`ranks`: the other ranks of a tensor-parallel stage, started; this is rank 0."""
     device = torch.device(plan.device)
+    enter_device(device)
     parallel = None if ranks is None else ranks.join(device)
     model, kv, capacity = _load(family, config, plan, context_length, parallel)
     rows, rule = step_bounds(config).max_sequences, family.logits_rule(device)
@@ -86,7 +89,7 @@ def build_lm_engine(
         )
     if plan.device.startswith("cuda"):
         _report(plan, "capturing decode graphs")
-    num_graphs = runner.capture_graphs()
+    num_graphs = runner.capture_graphs()  # rank by rank the same, see `build_following_runner`
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
     )
@@ -103,8 +106,9 @@ def build_following_runner(
     parallel: TensorParallel,
     channel: socket.socket,
 ) -> FollowingRunner:
+    enter_device(torch.device(plan.device))
     model, kv, _ = _load(family, config, plan, context_length, parallel)
-    return FollowingRunner(
+    runner = FollowingRunner(
         model,
         kv,
         parallel,
@@ -113,6 +117,8 @@ def build_following_runner(
         max_length=context_length,
         rule=family.logits_rule(torch.device(plan.device)),
     )
+    runner.capture_graphs()
+    return runner
 
 
 def _load(
@@ -135,6 +141,7 @@ def build_talker(
 ) -> tuple[TalkerEngine, str]:
     """The KV cache takes what the plan gives it: a talker's steps are small beside it."""
     device = torch.device(plan.device)
+    enter_device(device)
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     with _alone_on(plan):
         model = family.load_talker(device, plan.dtype, config.kernels)
@@ -154,6 +161,7 @@ def build_talker(
 
 
 def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> BuiltPool:
+    enter_device(torch.device(plan.device))
     _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     with _alone_on(plan):
         model = family.load_vocoder(torch.device(plan.device), plan.dtype)

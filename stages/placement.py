@@ -6,9 +6,12 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import torch
 
 from stages.deployment import Connector, Deployment, DeploymentError, EdgeConfig, WorkerConfig
 from stages.options import ServeOptions
+
+GPU_TO_GPU: Connector = "cuda_ipc"  # what "auto" takes between GPUs that reach each other's memory
 
 
 def group_stages(deployment: Deployment, options: ServeOptions) -> tuple[WorkerConfig, ...]:
@@ -85,12 +88,17 @@ def choose_connectors(
     }
 
 
+def reach_each_other(one: str, other: str) -> bool:
+    """Whether either GPU reads the other's memory, as two processes on one GPU do."""
+    first, second = (torch.device(name).index or 0 for name in (one, other))
+    return first == second or torch.cuda.can_device_access_peer(first, second)
+
+
 def choose_connector(
     edge: EdgeConfig, devices: tuple[str, str], *, together: bool, hosts: tuple[str, str] = ("", "")
 ) -> Connector:
-    """auto: in a process by hand, else by shared memory, but by NIXL where an end is on another host. Two
-    ends in
-    one process need no transport, whatever the file says for them apart."""
+    """auto: in a process by hand, between GPUs as `GPU_TO_GPU` says, by NIXL where an end is on another host,
+    else by shared memory. Two ends in one process need no transport, whatever the file says for them apart."""
     if together:
         return "inproc"
     if any(hosts):
@@ -99,7 +107,7 @@ def choose_connector(
     where = f"edge {edge.source}->{edge.target}.connector"
     match edge.connector:
         case "auto":
-            return "shm"
+            return GPU_TO_GPU if on_gpus and GPU_TO_GPU != "shm" and reach_each_other(*devices) else "shm"
         case "inproc":
             raise DeploymentError(
                 f"{where}: 'inproc' wants both stages in one worker; {edge.source} and {edge.target} are"
@@ -109,6 +117,11 @@ def choose_connector(
             raise DeploymentError(
                 f"{where}: 'cuda_ipc' wants both stages on GPUs; {edge.source} is on {devices[0]},"
                 f" {edge.target} on {devices[1]}"
+            )
+        case "cuda_ipc" if not reach_each_other(*devices):
+            raise DeploymentError(
+                f"{where}: 'cuda_ipc' wants GPUs that reach each other's memory, which {devices[0]} and"
+                f" {devices[1]} do not on this machine: take 'shm'"
             )
         case "nixl" if importlib.util.find_spec("nixl_cu13") is None:
             raise DeploymentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     torch.set_num_threads(setup.threads)
     plan = make_plan(setup.options, check_memory=False)  # the front process checked it
+    plan = plan.with_kv_blocks({setup.stage: setup.num_kv_blocks})
     share = plan.stage(setup.stage, setup.rank)
     channel = socket.socket(fileno=setup.channel_fd)
     group = RankGroup(setup.rank, setup.size, setup.meeting_fd, torch.device(share.device))
@@ -34,3 +36,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    logging.shutdown()
+    os._exit(0)  # the kernel takes everything back at once; NCCL would take leave of ranks that are gone

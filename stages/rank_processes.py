@@ -31,6 +31,7 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     channel_fd: int
     meeting_fd: int
+    num_kv_blocks: int  # as an earlier life of this stage has measured; 0: measure
 
 
 class RankProcesses:
@@ -55,6 +56,7 @@ class RankProcesses:
                 threads=threads,
                 channel_fd=theirs.fileno(),
                 meeting_fd=self._meeting_fd,
+                num_kv_blocks=plan.stage(stage).num_kv_blocks,
             )
             self.processes.append(_spawn(setup))
             theirs.close()

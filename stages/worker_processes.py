@@ -72,6 +72,10 @@ class ForkServer:
             # numpy's BLAS would start threads as it loads, and only a process of one thread forks cleanly.
             path = os.pathsep.join([str(ROOT), *sys.path])
             environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+            # If a library it imports asks for GPUs, torch is to ask the driver's manager: a process that
+            # has asked
+            # CUDA itself has forks that cannot use it.
+            environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
             command = [sys.executable, "-m", "stages.fork_server", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         ours.setblocking(False)

@@ -6,7 +6,7 @@ Shapes: T tokens of a step, S sequences of it that sample, W width of an input r
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contracts.params import SamplingParams
+from lm_engine.devices import device_thread
 from lm_engine.host_copies import HostCopies
 from lm_engine.model import PagedKV
 from lm_engine.random import signed_seed
@@ -58,8 +59,8 @@ class TalkerRunner:
         self._suppressed_V[list(config.suppressed_codes)] = -torch.inf
         self._sample_first = RowSampler(self.table)
         self._copies = HostCopies(model.device)
-        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="talker-launch")
-        self._collector = ThreadPoolExecutor(1, thread_name_prefix="talker-collect")
+        self._launcher = device_thread(model.device, "talker-launch")
+        self._collector = device_thread(model.device, "talker-collect")
 
     def rows(self, make: Callable[[], Tensor]) -> Future[Tensor]:
         return self._launcher.submit(_inferring, make)

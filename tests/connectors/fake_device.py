@@ -23,42 +23,11 @@ def export(thing: object) -> bytes:
     return handle
 
 
-class Event:
-    """As a CUDA event: a wait is for the last record before it."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._recorded = self._done = 0
-
-    def record(self) -> Callable[[], None]:
-        """Now by the host; the stream calls what is returned when it gets there."""
-        with self._condition:
-            self._recorded += 1
-            number = self._recorded
-
-        def reach() -> None:
-            with self._condition:
-                self._done = max(self._done, number)
-                self._condition.notify_all()
-
-        return reach
-
-    def waiter(self) -> Callable[[], None]:
-        number = self._recorded
-
-        def wait() -> None:
-            with self._condition:
-                assert self._condition.wait_for(lambda: self._done >= number, TIMEOUT_S)
-
-        return wait
-
-
 class FakeSendLane:
-    def __init__(self, nbytes: int, max_chunks: int) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.pool = torch.zeros(nbytes, dtype=torch.uint8)
-        self.written = [Event() for _ in range(max_chunks)]
-        self._read: list[Event] = []
-        self._stream: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.was_read: bool | None = None  # as `close` was told
+        self._stream: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.go = threading.Event()  # the stream stands still until it is set
         self.go.set()
         self._thread = threading.Thread(target=self._run)
@@ -70,21 +39,20 @@ class FakeSendLane:
     def export(self) -> bytes:
         return export(self)
 
-    def meet(self, export: bytes) -> None:
-        receiver = _exported[export]
-        assert isinstance(receiver, FakeReceiveLane)
-        self._read = receiver.was_read
-
-    def write(self, slot: int, parts: Sequence[tuple[int, Tensor]]) -> None:
+    def write(self, parts: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
         for offset, tensor in parts:
             data = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).clone()
             self._stream.put(lambda o=offset, d=data: self.pool[o : o + len(d)].copy_(d))
-        self._stream.put(self.written[slot].record())
+        done = threading.Event()
+        self._stream.put(done.set)
 
-    def await_read(self, slot: int) -> None:
-        self._stream.put(self._read[slot].waiter())
+        def wait() -> None:
+            assert done.wait(TIMEOUT_S)
 
-    def close(self) -> None:
+        return wait
+
+    def close(self, *, is_read: bool) -> None:
+        self.was_read = is_read
         self.go.set()
         self._stream.put(None)
         self._thread.join(TIMEOUT_S)
@@ -96,13 +64,9 @@ class FakeSendLane:
 
 
 class FakeReceiveLane:
-    def __init__(self, max_chunks: int) -> None:
-        self.was_read = [Event() for _ in range(max_chunks)]
+    def __init__(self) -> None:
         self.num_met = 0
         self._sender: FakeSendLane | None = None
-
-    def export(self) -> bytes:
-        return export(self)
 
     def meet(self, export: bytes) -> None:
         sender = _exported[export]
@@ -110,14 +74,12 @@ class FakeReceiveLane:
         self._sender = sender
         self.num_met += 1
 
-    def read(self, slot: int, parts: Sequence[tuple[int, TensorHeader]]) -> list[Tensor]:
+    def read(self, parts: Sequence[tuple[int, TensorHeader]]) -> list[Tensor]:
         assert self._sender is not None
-        self._sender.written[slot].waiter()()
         tensors = []
         for offset, header in parts:
             data = self._sender.pool[offset : offset + nbytes_of(header)].clone()
             tensors.append(data.view(DTYPES[header.dtype]).view(header.shape))
-        self.was_read[slot].record()()
         return tensors
 
     def close(self) -> None: ...

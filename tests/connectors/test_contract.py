@@ -60,9 +60,9 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         def cuda_ipc_pair(capacity: int) -> tuple[Sender, Receiver]:
             edge = CudaIpcEdge.create("test", POOL_BYTES, capacity, "cuda:0", "cuda:0")
             stack.callback(edge.close)
-            sender = CudaIpcSender(edge.description(), FakeSendLane(POOL_BYTES, capacity))
+            sender = CudaIpcSender(edge.description(), FakeSendLane(edge.description().device_bytes))
             stack.callback(sender.close)
-            receiver = CudaIpcReceiver(edge.description(), FakeReceiveLane(capacity))
+            receiver = CudaIpcReceiver(edge.description(), FakeReceiveLane())
             stack.callback(receiver.close)
             return sender, receiver
 
@@ -284,10 +284,12 @@ def test_release_of_a_chunk_not_held_is_an_error(pair: Factory) -> None:
 def test_two_loops_in_two_threads(pair: Factory) -> None:
     sender, receiver = pair(3)
     count = 500
+    all_came = threading.Event()
 
     async def produce() -> None:
         for i in range(count):
             await sender.send(chunk("r", i, tensor=torch.tensor([i])))
+        await asyncio.to_thread(all_came.wait)  # an end's loop goes on for as long as the end is used
 
     thread = threading.Thread(target=lambda: run(produce()))
     thread.start()
@@ -303,4 +305,5 @@ def test_two_loops_in_two_threads(pair: Factory) -> None:
     try:
         assert run(consume()) == list(range(count))
     finally:
+        all_came.set()
         thread.join(20)

@@ -24,6 +24,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples" / "deploym
 # file: the model's shape, GPUs, GiB of each
 MEANT_FOR = {
     "one-gpu.toml": ("qwen2_5_vl_3b", 1, 79),
+    "one-gpu-two-processes.toml": ("qwen2_5_vl_3b", 1, 79),
+    "two-gpus-replicas.toml": ("qwen2_5_vl_3b", 2, 79),
     "two-gpus.toml": ("qwen2_5_vl_3b", 2, 79),
     "two-gpus-tensor-parallel.toml": ("qwen2_5_vl_3b", 2, 79),
     "two-machines.toml": ("qwen2_5_vl_3b", 1, 79),

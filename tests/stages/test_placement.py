@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from stages import placement
 from stages.deployment import (
     Deployment,
     DeploymentError,
@@ -45,11 +47,25 @@ def deployment_of(vision: str, thinker: str, connector: str = "auto") -> Deploym
     ],
 )
 def test_the_connector_of_an_edge(
-    devices: tuple[str, str], connector: str, workers: str, chosen: str
+    devices: tuple[str, str], connector: str, workers: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     deployment = deployment_of(*devices, connector)
     groups = group_stages(deployment, ServeOptions(workers=workers))
     assert choose_connectors(deployment, [EDGE], groups) == {EDGE: chosen}
+
+
+def test_gpus_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    monkeypatch.setattr(placement, "GPU_TO_GPU", "cuda_ipc")
+    apart, one = ("cuda:0", "cuda:1"), ("cuda:1", "cuda:1")
+    for devices, chosen in ((apart, "shm"), (one, "cuda_ipc")):
+        deployment = deployment_of(*devices)
+        groups = group_stages(deployment, "per-stage")
+        assert choose_connectors(deployment, [EDGE], groups) == {EDGE: chosen}
+    deployment = deployment_of(*apart, "cuda_ipc")
+    with pytest.raises(DeploymentError, match="take 'shm'"):
+        choose_connectors(deployment, [EDGE], group_stages(deployment, "per-stage"))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import queue
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from contracts.params import SamplingParams
 from lm_engine.engine import LMEngine
 from lm_engine.parallel import RankGroup, ShardedWeights, shard_config
 from lm_engine.plan import Admission, SequenceStep, SpanPiece, StepPlan
-from lm_engine.ranks import Followers, PlanDecoder, encode_plan
+from lm_engine.ranks import Followers, PlanDecoder, RankRunner, encode_plan
 from stages.build import build_following_runner, build_lm_engine
 from stages.deployment import DeploymentError
 from stages.options import ServeOptions
@@ -156,6 +157,64 @@ def test_a_rank_is_a_process_and_its_death_is_told_at_once(tmp_path: Path) -> No
     assert lost.wait(TIMEOUT_S)
     assert told == ["rank 1 is gone"]
     engine.close()
+
+
+def two_groups() -> tuple[RankGroup, RankGroup]:
+    meeting_fd = os.memfd_create("ranks")
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.map(lambda rank: RankGroup(rank, 2, meeting_fd, torch.device("cpu")), (0, 1))
+        one, other = made
+    os.close(meeting_fd)  # nobody needs it any more
+    return one, other
+
+
+def test_a_rank_adds_nothing_up_while_it_is_apart() -> None:
+    one, other = two_groups()
+    with one.apart():
+        assert one.add_up(torch.ones(2)).tolist() == [1, 1], "the other took no part"
+    with ThreadPoolExecutor(2) as threads:
+        sums = list(threads.map(lambda group: group.add_up(torch.ones(2)).tolist(), (one, other)))
+    assert sums == [[2, 2], [2, 2]]
+
+
+def test_graphs_are_compiled_apart_and_captured_together(tmp_path: Path) -> None:
+    """Compiling runs steps on several threads, in an order that no other rank would share."""
+    folder = build_tiny("llama", tmp_path / "llama", num_hidden_layers=1)
+    group, _ = two_groups()
+    was_apart: dict[str, bool] = {}
+
+    class Graphs:
+        max_rows = 1
+
+        def compile_all(self) -> None:
+            was_apart["compile"] = group._is_apart
+
+        def capture_all(self) -> int:
+            was_apart["capture"] = group._is_apart
+            return 1
+
+    engine = build(plan_of(folder), None)
+    model, kv = engine._runner.model, engine._runner.kv
+    runner = RankRunner(model, kv, group, max_sequences=2, max_length=64)
+    runner._graphs = runner._passes = Graphs()
+    assert runner.capture_graphs() == 2
+    assert was_apart == {"compile": True, "capture": False}
+    runner.close()
+    engine.close()
+
+
+def test_a_stage_that_starts_again_measures_no_rank_anew(tmp_path: Path) -> None:
+    """Measuring runs a step, in which the ranks would wait for those that do not measure."""
+    folder = build_tiny("llama", tmp_path / "llama", num_hidden_layers=1)
+    small = [f"thinker.{name}" for name in ("max_context=64", "max_step_tokens=24", "max_sequences=4")]
+    overrides = (*small, "thinker.devices=cpu", "thinker.tensor_parallel=2")
+    plan = make_plan(ServeOptions(model=folder, workers="per-stage", overrides=overrides))
+    plan = plan.with_kv_blocks({"thinker": 37})
+    lost: list[str] = []
+    engine = build(plan, RankProcesses(plan, "thinker", lost.append))
+    assert engine.config.num_blocks == 37
+    assert len(run(engine, prompts_of(plan)[:1])) == 2
+    assert not lost
 
 
 def test_ranks_that_draw_something_else_are_told() -> None:
