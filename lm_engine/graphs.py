@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contracts.capture import capture
 from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.plan import StepPlan
@@ -132,11 +133,7 @@ class CapturedDecodes:
 
         buffers = DecodeBuffers.allocate(size, self._table)
         self._run(buffers)  # compiles what is new, which a capture must not
-        torch.cuda.synchronize(self._table.device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (encoders, copies) may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_RV = self._run(buffers)
+        graph, logits_RV = capture(lambda: self._run(buffers), self._table.device, self._pool)
         captured = self._captured[size] = _Captured(graph, buffers, logits_RV)
         logger.info("captured the decode step of %d sequences", size)
         return captured
