@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -16,6 +17,8 @@ DEVICE_LOCK = threading.RLock()
 
 def synchronize(device: torch.device) -> None:
     """Waits until all that was launched on the device is done."""
+    import torch  # contracts load without it
+
     with DEVICE_LOCK:
         torch.cuda.synchronize(device)
 
@@ -28,6 +31,8 @@ def capture(run: Callable[[], T], device: torch.device, pool: Any) -> tuple[torc
     Unlike `torch.cuda.graph`, this neither collects garbage nor empties the allocator's cache, which other
     threads are filling.
     """
+    import torch
+
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with DEVICE_LOCK:
