@@ -138,11 +138,13 @@ class Talker:
         codes = (decoder.vocab_size, decoder.hidden_size)
         self._code_table_CH = source.take("embed.weight", codes)
         self._head = kernels.pack_linear(source.take("head.weight", codes), float32_output=True)
-        self.text_table_VW = self._project_all() if self.device.type == "cuda" else None
+        self.text_table_VW: Tensor | None = None
+        if self.device.type == "cuda":
+            self.text_table_VW = self._text_table_VX = self._project_all()  # the embeddings are not kept
 
     @torch.inference_mode()
     def _project_all(self) -> Tensor:
-        """Half a second of a GPU's, once; then a row of text takes no launch."""
+        """Once, at the start: then a row of text takes no launch."""
         parts = torch.split(self._text_table_VX, PROJECTED_AT_ONCE)
         return torch.cat([self._text(part_KX.to(self._stack.activation_dtype)) for part_KX in parts])
 
