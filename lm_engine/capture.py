@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-T = TypeVar("T")
+from contracts.capture import DEVICE_LOCK, capture
 
-# A capture must not meet another's synchronisation of the device.
-_one_at_a_time = threading.Lock()
+T = TypeVar("T")
 
 
 class GraphRecorder:
@@ -20,18 +18,10 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # torch's own stream for captures is one for the process, on the GPU that captured first.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph, and where its result lies. Runs twice: what is new is compiled first, which a capture
-        must
-        not."""
-        with _one_at_a_time:
+        must not."""
+        with DEVICE_LOCK:
             run()
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads (encoders, copies) may use CUDA meanwhile.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                result = run()
-        return graph, result
+            return capture(run, self._device, self._pool)

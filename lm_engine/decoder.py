@@ -15,6 +15,7 @@ from torch.nn import functional
 from lm_engine.layers.kernels import (
     DecoderLayer,
     ExpertWeights,
+    FusedPass,
     HeadShape,
     Kernels,
     Linear,
@@ -40,6 +41,9 @@ class WeightSource(Protocol):
         """The tensor on `device` in `dtype`; the caller owns it. Raises EngineError when absent or
         mis-shaped."""
         ...
+
+
+Turns = tuple[Tensor, Tensor]
 
 
 class DecoderStack:
@@ -78,18 +82,33 @@ class DecoderStack:
         deepstack_KTH: Tensor | None = None,
     ) -> Tensor:
         """Spends `hidden_TH`: it carries the residual stream."""
+        return self.forward_turned(
+            hidden_TH, self.turns(positions_AT), kv, attention, metadata, deepstack_KTH
+        )
+
+    def turns(self, positions_AT: Tensor) -> Turns:
+        """Cosines and sines [T, P] of positions."""
+        cos_TP, sin_TP = self.rotary(positions_AT)
+        return cos_TP.contiguous(), sin_TP.contiguous()
+
+    def forward_turned(
+        self,
+        hidden_TH: Tensor,
+        turns: Turns,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        metadata: AttentionMetadata,
+        deepstack_KTH: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` for positions whose `turns` are at hand."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         num_deepstack = 0 if deepstack_KTH is None else deepstack_KTH.shape[0]
         assert num_deepstack <= len(self.layers)
-        cos_TP, sin_TP = (table_TP.contiguous() for table_TP in self.rotary(positions_AT))
+        cos_TP, sin_TP = turns
         kept_layer, num_layers = self.config.kept_hidden_layer, len(self.layers)
-        fused = self._fused if kept_layer in (None, num_layers) and num_deepstack == 0 else None
+        fused = self._fused if num_deepstack == 0 else None
         if fused is not None and attention is self.attention and fused.takes(metadata):
-            residual_TH = fused.run(self.layers, hidden_TH, self.heads, cos_TP, sin_TP, eps, kv, metadata)
-            normed_TH = kernels.rms_norm(residual_TH, self.norm_H, eps)
-            if kept_layer == num_layers:
-                _keep(normed_TH, kv, metadata)
-            return normed_TH
+            return self._forward_fused(fused, hidden_TH, turns, kv, metadata)
         residual_TH = hidden_TH
         normed_TH = kernels.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
         for index, layer in enumerate(self.layers):
@@ -107,6 +126,26 @@ class DecoderStack:
             is_last = index + 1 == num_layers
             next_norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
             normed_TH, residual_TH = kernels.add_rms_norm(delta_TH, residual_TH, next_norm_H, eps)
+        if kept_layer == num_layers:
+            _keep(normed_TH, kv, metadata)
+        return normed_TH
+
+    def _forward_fused(
+        self, fused: FusedPass, hidden_TH: Tensor, turns: Turns, kv: PagedKV, metadata: AttentionMetadata
+    ) -> Tensor:
+        """In two parts where hidden states between them are kept."""
+        eps, kept_layer, num_layers = (
+            self.config.rms_norm_eps,
+            self.config.kept_hidden_layer,
+            len(self.layers),
+        )
+        cut = num_layers if kept_layer is None else kept_layer
+        residual_TH = fused.run(self.layers[:cut], hidden_TH, self.heads, *turns, eps, kv, metadata)
+        if cut < num_layers:
+            _keep(residual_TH, kv, metadata)
+            rest = self.layers[cut:]
+            residual_TH = fused.run(rest, residual_TH, self.heads, *turns, eps, kv, metadata, cut)
+        normed_TH = self.kernels.rms_norm(residual_TH, self.norm_H, eps)
         if kept_layer == num_layers:
             _keep(normed_TH, kv, metadata)
         return normed_TH

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from contracts.capture import synchronize
 from contracts.errors import EngineError
 from contracts.params import SamplingParams
 from lm_engine.model import AttentionBackend, DecoderConfig, DecoderModel, PagedKV
@@ -149,10 +150,10 @@ def measure_capacity(
 def measure_peak(device: torch.device, step: Callable[[], None]) -> int:
     """Most bytes in use while `step` ran, all of the process's memory on the device counted."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return torch.cuda.max_memory_allocated(device)
     if _CLEAR_REFS.exists():  # else the mark is the process's lifetime's: too high, never too low
         _CLEAR_REFS.write_text(_RESET_HIGH_WATER)

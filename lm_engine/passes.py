@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm_engine.capture import GraphRecorder
 from lm_engine.graphs import can_capture
-from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderModel, PagedKV
+from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, DecoderModel, PagedKV
 from lm_engine.request_table import RequestTable
 
 Replay = Callable[[], None]
@@ -24,6 +24,23 @@ TOKEN_SIZES = (
     *(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024),
     *(1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048),
 )
+
+
+class PassModel(Protocol):
+    """What a pass needs of a `DecoderModel`."""
+
+    config: DecoderConfig
+
+    def embed(self, token_ids_T: Tensor) -> Tensor: ...
+
+    def forward(
+        self,
+        hidden_TH: Tensor,
+        positions_AT: Tensor,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        metadata: AttentionMetadata,
+    ) -> Tensor: ...
 
 
 class MixedPasses(Protocol):
@@ -53,10 +70,12 @@ class PaddedInputs:
     """A step's inputs at fixed addresses, padded with tokens of no sequence: they attend to nothing and write
     into the scratch block."""
 
-    def __init__(self, model: DecoderModel, table: RequestTable, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PassModel, table: RequestTable, max_tokens: int, width: int, dtype: torch.dtype
+    ) -> None:
         device, num_rows = table.device, table.max_sequences
         self.max_length = table.max_length
-        self.hidden_TH = torch.zeros(max_tokens, model.config.hidden_size, dtype=dtype, device=device)
+        self.hidden_TH = torch.zeros(max_tokens, width, dtype=dtype, device=device)
         axes = model.config.num_position_axes
         self.positions_AT = torch.zeros(axes, max_tokens, dtype=table.positions.dtype, device=device)
         self.slots_T = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -104,18 +123,25 @@ class PaddedPasses:
     """Runs the padded step without a graph: the plain path of `CapturedPasses`."""
 
     def __init__(
-        self, model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
+        self,
+        model: PassModel,
+        attention: AttentionBackend,
+        kv: PagedKV,
+        table: RequestTable,
+        max_tokens: int = TOKEN_SIZES[-1],
     ) -> None:
         self._model, self._attention, self._kv = model, attention, kv
         probe_1H = model.embed(torch.zeros(1, dtype=torch.int64, device=table.device))
-        self._inputs = PaddedInputs(model, table, TOKEN_SIZES[-1], probe_1H.dtype)
+        width = probe_1H.shape[-1]
+        self._sizes = [size for size in TOKEN_SIZES if size <= max_tokens]
+        self._inputs = PaddedInputs(model, table, self._sizes[-1], width, probe_1H.dtype)
 
     def takes(self, num_tokens: int, deepstack_KTH: Tensor | None) -> bool:
-        return deepstack_KTH is None and num_tokens <= TOKEN_SIZES[-1]
+        return deepstack_KTH is None and num_tokens <= self._sizes[-1]
 
     def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_tokens = hidden_TH.shape[0]
-        size = next(size for size in TOKEN_SIZES if size >= num_tokens)
+        size = next(size for size in self._sizes if size >= num_tokens)
         self._prepare(size)
         self._inputs.write(hidden_TH, positions_AT, metadata, size)
         return self._forward(size)[:num_tokens]
@@ -143,19 +169,20 @@ class CapturedPasses(PaddedPasses):
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: PassModel,
         attention: AttentionBackend,
         kv: PagedKV,
         table: RequestTable,
         record: Record | None = None,
+        max_tokens: int = TOKEN_SIZES[-1],
     ) -> None:
-        super().__init__(model, attention, kv, table)
+        super().__init__(model, attention, kv, table, max_tokens)
         self._record = record or CudaRecorder(table.device)
         self._captured: dict[int, tuple[Replay, Tensor]] = {}
 
     def capture_all(self) -> int:
         with torch.inference_mode():
-            for size in sorted(set(TOKEN_SIZES) - self._captured.keys(), reverse=True):
+            for size in sorted(set(self._sizes) - self._captured.keys(), reverse=True):
                 self._prepare(size)
         return len(self._captured)
 

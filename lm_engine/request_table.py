@@ -284,6 +284,10 @@ class RequestTable:
 
     def write_sampled(self, inputs: SampledRows, token_S: Tensor) -> None:
         self.token_ids[inputs.slots_S, inputs.next_index_S] = token_S.int()
+        self.note_sampled(inputs)
+
+    def note_sampled(self, inputs: SampledRows) -> None:
+        """For a sampler that writes its tokens into the table itself."""
         for slot, index in zip(inputs.host_slots_S, inputs.host_next_index_S, strict=True):
             self.rows[slot].num_known_tokens = index + 1
 

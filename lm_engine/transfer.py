@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from contracts.capture import synchronize
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -16,7 +20,23 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, the host not waiting for the copy."""
+    """The tensor on the device, the host not waiting for the copy. One of the device was made on its default
+    stream, by another stage."""
     if device.type != "cuda" or tensor.device.type != "cpu":
+        if tensor.device.type == "cuda":
+            current = torch.cuda.current_stream(tensor.device)
+            current.wait_stream(torch.cuda.default_stream(tensor.device))
+            tensor.record_stream(current)
         return tensor.to(device, non_blocking=True)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def stream_entry(device: torch.device) -> Callable[[], None]:
+    """What a thread calls first to have a stream of its own, of high priority, on a GPU: other streams'
+    kernels
+    run beside its kernels. Weights and tables made until now are complete."""
+    if device.type != "cuda":
+        return lambda: None
+    synchronize(device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return lambda: torch.cuda.set_stream(stream)

@@ -110,10 +110,15 @@ class Checkpoint:
             raise checkpoint_error(f"tensor {name} has shape {list(found)}, config.json needs {list(shape)}")
         return self._file(name).get_tensor(name).to(device=device, dtype=dtype)
 
-    def part(self, name: str, index: int) -> Tensor:
-        """`name`[index], on the CPU as stored; the rest of it is not read."""
+    def home(self, device: torch.device) -> torch.device:
+        """Where tensors wanted on `device` are read without a copy."""
+        return torch.device("cpu")
+
+    def part(self, name: str, index: int, device: torch.device | None = None) -> Tensor:
+        """`name`[index] on `device`, as stored; the rest of it is not read."""
         assert 0 <= index < self.shape(name)[0]
-        return self._file(name).get_slice(name)[index]
+        part: Tensor = self._file(name).get_slice(name)[index]
+        return part.to(device=device)
 
     def _locate(self) -> dict[str, str]:
         """Maps every tensor to its file and opens every file once, so that a missing shard shows at once."""

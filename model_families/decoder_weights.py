@@ -151,7 +151,7 @@ class TextTensors:
                 f"tensor {name} has shape {list(found)}, config.json needs {index + 1} or more of"
                 f" {list(shape)}"
             )
-        part = self._checkpoint.part(name, index)
+        part = self._checkpoint.part(name, index, self.device)
         return part if found[1:] == shape else part.t()
 
     def check_all_taken(self, *, allowed: tuple[str, ...] = ()) -> None:

@@ -6,6 +6,8 @@ named `dummy_weights`.
 
 from __future__ import annotations
 
+import threading
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from model_families.checkpoint import Checkpoint, checkpoint_error
 
 MARK_FILE = "dummy_weights"
 STANDARD_DEVIATION = 0.02
+_LOCK = threading.Lock()
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -27,24 +30,8 @@ class DummyCheckpoint(Checkpoint):
     device."""
 
     def _locate(self) -> dict[str, str]:
-        import transformers  # only here: a server with weights needs no model class of it
-
-        config = transformers.AutoConfig.from_pretrained(self.folder)
-        architectures = config.architectures or [""]
-        model_class = getattr(transformers, architectures[0], None)
-        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-            raise checkpoint_error(f"transformers has no architecture {architectures[0]!r}")
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(config.dtype or torch.bfloat16)
-        try:
-            with torch.device("meta"):
-                model = model_class(config)
-        finally:
-            torch.set_default_dtype(dtype)
-        self._meta: dict[str, Tensor] = dict(model.state_dict())
-        head = model.get_output_embeddings()
-        if head is not None and head.weight is model.get_input_embeddings().weight:
-            self._meta.pop("lm_head.weight", None)  # tied: a checkpoint holds it once
+        with _LOCK:  # stages load in threads of one process
+            self._meta = _tensors_of(self.folder)
         return dict.fromkeys(self._meta, MARK_FILE)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -73,12 +60,43 @@ class DummyCheckpoint(Checkpoint):
         generator = torch.Generator(place).manual_seed(xxhash.xxh64_intdigest(name.encode()) >> 1)
         return made.normal_(0.0, STANDARD_DEVIATION, generator=generator)
 
-    def part(self, name: str, index: int) -> Tensor:
+    def home(self, device: torch.device) -> torch.device:
+        return device
+
+    def part(self, name: str, index: int, device: torch.device | None = None) -> Tensor:
         shape, dtype = self.shape(name)[1:], self.dtype(name)
-        generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(f"{name}[{index}]".encode()) >> 1)
-        return torch.empty(shape, dtype=dtype).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        place = torch.device("cpu") if device is None else device
+        generator = torch.Generator(place).manual_seed(
+            xxhash.xxh64_intdigest(f"{name}[{index}]".encode()) >> 1
+        )
+        made = torch.empty(shape, dtype=dtype, device=place)
+        return made.normal_(0.0, STANDARD_DEVIATION, generator=generator)
 
     def _of(self, name: str) -> Tensor:
         if name not in self._meta:
             raise checkpoint_error(f"checkpoint {self.folder.name} lacks the tensor {name}")
         return self._meta[name]
+
+
+@lru_cache(maxsize=4)
+def _tensors_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the folder's model, without values; seconds for a large one."""
+    import transformers  # only here: a server with weights needs no model class of it
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    architectures = config.architectures or [""]
+    model_class = getattr(transformers, architectures[0], None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise checkpoint_error(f"transformers has no architecture {architectures[0]!r}")
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(config.dtype or torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    finally:
+        torch.set_default_dtype(dtype)
+    tensors: dict[str, Tensor] = dict(model.state_dict())
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        tensors.pop("lm_head.weight", None)  # tied: a checkpoint holds it once
+    return tensors

@@ -44,7 +44,7 @@ def fill_module(
         )
     state: dict[str, Tensor] = {}
     for name, shape in wanted.items():
-        stored = checkpoint.tensor(theirs[name], checkpoint.shape(theirs[name]))
+        stored = checkpoint.tensor(theirs[name], checkpoint.shape(theirs[name]), device=device)
         tensor = convert(name, stored)
         if tuple(tensor.shape) != shape:
             found = list(stored.shape)

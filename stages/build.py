@@ -156,8 +156,12 @@ def build_talker(
         kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device)
     max_sequences = step_bounds(config).max_sequences
     runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
+    if plan.device.startswith("cuda"):
+        _report(plan, "capturing frame graphs")
+    num_graphs = runner.capture_graphs()
     engine = TalkerEngine(_bounds_of(config, plan, capacity, context_length, ()), model, runner)
-    return engine, f"{_placement(plan)}, {model.attention.name} attention; {capacity}"
+    graphs = f", {num_graphs} frame graphs" if num_graphs else ""
+    return engine, f"{_placement(plan)}, {model.attention.name} attention{graphs}; {capacity}"
 
 
 def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> BuiltPool:
@@ -170,8 +174,10 @@ def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> Bui
         max_batch_rows=config.max_batch_rows,
         max_batch_frames=config.max_batch_frames,
     )
+    num_graphs = model.capture_graphs()
     pool = VocoderPool(model, pool_config, plan.stage)
-    detail = f"{_placement(plan)}; {model.sample_rate} Hz, {model.samples_per_frame} samples a frame"
+    graphs = f", {num_graphs} graphs" if num_graphs else ""
+    detail = f"{_placement(plan)}{graphs}; {model.sample_rate} Hz, {model.samples_per_frame} samples a frame"
     return BuiltPool(pool, model.sample_rate, detail)
 
 

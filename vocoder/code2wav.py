@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from contracts.capture import synchronize
+from vocoder.graphs import ForwardGraphs, Record
 from vocoder.layers import CausalConv, CausalUpsampling, ConvNeXtBlock, Snake, UpsamplingBlock
 from vocoder.model import VocoderRow
 from vocoder.streaming import Level, StateLayout, StreamBatch
@@ -103,10 +105,24 @@ class Code2WavNetwork(nn.Module):
 
 
 class Code2Wav:
-    """A VocoderModel over a network whose weights are loaded. One thread at a time."""
+    """A VocoderModel over a network whose weights are loaded. One thread at a time; on a GPU on a stream of
+    its
+    own, by graphs."""
 
-    def __init__(self, network: Code2WavNetwork) -> None:
+    def __init__(self, network: Code2WavNetwork, record: Record | None = None) -> None:
+        """`record`: makes graphs of something, where a GPU is not there to do it."""
         config = network.config
+        self.withheld = network.level.void  # samples: 1,365 of the published model's first 1,920 come at once
+        self._stream: torch.cuda.Stream | None = None
+        if network.codes.device.type == "cuda":
+            synchronize(network.codes.device)  # the weights are there
+            self._stream = torch.cuda.Stream(network.codes.device)  # type: ignore[no-untyped-call]
+        self._graphs: ForwardGraphs | None = None
+        if self._stream is not None or record is not None:
+            num_void_frames = -(-self.withheld // config.samples_per_frame)
+            self._graphs = ForwardGraphs(
+                network, config.num_code_groups, num_void_frames, network.codes, record
+            )
         self._network = network
         self._device = network.codes.device
         self.sample_rate = config.sample_rate
@@ -114,13 +130,18 @@ class Code2Wav:
         self.num_code_groups = config.num_code_groups
         self.codebook_size = config.codebook_size
         self.voices: tuple[str, ...] = ()
-        self.withheld = network.level.void  # samples: 1,365 of the published model's first 1,920 come at once
 
     def open(self, voice: str = "", seed: int = 0) -> Code2WavState:
-        carried_S = torch.zeros(
-            self._network.layout.size, dtype=self._network.codes.dtype, device=self._device
-        )
+        with torch.cuda.stream(self._stream):
+            carried_S = torch.zeros(
+                self._network.layout.size, dtype=self._network.codes.dtype, device=self._device
+            )
         return Code2WavState(carried_S)
+
+    def capture_graphs(self) -> int:
+        """Captures all graphs now rather than on first use; returns their number."""
+        with torch.cuda.stream(self._stream):
+            return 0 if self._graphs is None else self._graphs.capture_all()
 
     def decode_whole(self, codes_KQ: Tensor) -> Tensor:
         """The PCM of a finished stream, in one piece."""
@@ -128,6 +149,10 @@ class Code2Wav:
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[VocoderRow[Code2WavState]]) -> list[Tensor]:
+        with torch.cuda.stream(self._stream):
+            return self._decode(rows)
+
+    def _decode(self, rows: Sequence[VocoderRow[Code2WavState]]) -> list[Tensor]:
         results = [torch.empty(0) for _ in rows]
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, row in enumerate(rows):
@@ -137,6 +162,8 @@ class Code2Wav:
         for indices in by_length.values():
             group = [rows[index] for index in indices]
             pcm_rows, carried_BS = self._forward(group)
+            if len(by_length) > 1:
+                carried_BS = carried_BS.clone()  # the next forward may write there
             done += zip(group, carried_BS, strict=True)
             for index, pcm in zip(indices, pcm_rows, strict=True):
                 results[index] = pcm
@@ -147,12 +174,25 @@ class Code2Wav:
 
     def _forward(self, rows: list[VocoderRow[Code2WavState]]) -> tuple[list[Tensor], Tensor]:
         num_frames = [row.state.num_frames for row in rows]
-        streams = StreamBatch(
-            self._network.layout,
-            torch.stack([row.state.carried_S for row in rows]),
-            num_frames,
-        )
-        codes_BTQ = torch.stack([row.codes_KQ for row in rows]).to(self._device)
-        pcm_BT = self._network(codes_BTQ, streams).float().cpu()
+        youngest = min(num_frames)
+        states = [row.state.carried_S for row in rows]
+        codes_BTQ = torch.stack([row.codes_KQ for row in rows])
+        length = codes_BTQ.shape[1]
+        if self._graphs is not None and self._graphs.takes(len(rows), length, youngest):
+            pcm_BT, new_BS = self._graphs.run(states, num_frames, codes_BTQ)
+        else:
+            num_frames_B = torch.tensor(num_frames, device=self._device)
+            streams = StreamBatch(self._network.layout, torch.stack(states), num_frames_B, youngest)
+            pcm_BT = self._network(codes_BTQ.to(self._device), streams).float()
+            new_BS = streams.new_BS
+        pcm_BT = self._to_host(pcm_BT)
         void_B = [max(0, self.withheld - n * self.samples_per_frame) for n in num_frames]
-        return [pcm_T[void:] for pcm_T, void in zip(pcm_BT, void_B, strict=True)], streams.new_BS
+        return [pcm_T[void:] for pcm_T, void in zip(pcm_BT, void_B, strict=True)], new_BS
+
+    def _to_host(self, pcm_BT: Tensor) -> Tensor:
+        if self._stream is None:
+            return pcm_BT.clone()
+        pinned_BT = torch.empty(pcm_BT.shape, dtype=pcm_BT.dtype, pin_memory=True)
+        pinned_BT.copy_(pcm_BT, non_blocking=True)
+        self._stream.synchronize()
+        return pinned_BT

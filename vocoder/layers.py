@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vocoder import kernels
 from vocoder.streaming import Level, StateLayout, StreamBatch
 
 FEW_STEPS = 256  # a transposed convolution over fewer input steps costs several times the product it is
@@ -37,6 +38,9 @@ class CausalConv(nn.Module):
         if self.reach:
             x_BCT = torch.cat([streams.read(self.slot), x_BCT], dim=-1)
             streams.write(self.slot, x_BCT[..., x_BCT.shape[-1] - self.reach :])
+        if self.groups == self.weight.shape[0] and kernels.takes(x_BCT):
+            conv = kernels.narrow_conv if self.groups == 1 else kernels.depthwise_conv
+            return conv(x_BCT, self.weight, self.bias, self.dilation)
         return functional.conv1d(x_BCT, self.weight, self.bias, dilation=self.dilation, groups=self.groups)
 
 
@@ -93,7 +97,7 @@ class Snake(nn.Module):
         self.gain = nn.Parameter(torch.empty(channels, 1))
 
     def forward(self, x_BCT: Tensor) -> Tensor:
-        return (x_BCT * self.frequency).sin_().square_().mul_(self.gain).add_(x_BCT)
+        return kernels.snake(x_BCT, self.frequency, self.gain)
 
 
 class ConvNeXtBlock(nn.Module):

@@ -45,6 +45,10 @@ class VocoderModel(Protocol[S]):
         """The state of a new stream. `seed` fixes whatever noise the model draws."""
         ...
 
+    def capture_graphs(self) -> int:
+        """Makes ready what makes steps faster, which takes seconds; returns the number of graphs."""
+        ...
+
     def decode(self, rows: Sequence[VocoderRow[S]]) -> list[Tensor]:
         """Advances each row by its frames: float32 PCM in [-1, 1], [samples], on the host, one per row.
 

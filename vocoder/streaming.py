@@ -15,7 +15,6 @@ beginning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -46,14 +45,15 @@ class StateLayout:
 
 
 class StreamBatch:
-    """The streams of one forward. `num_frames`: how many frames each had decoded before."""
+    """The streams of one forward. `num_frames_B`: how many frames each had decoded before; `youngest`: no
+    more than the least of them."""
 
-    def __init__(self, layout: StateLayout, states_BS: Tensor, num_frames: Sequence[int]) -> None:
-        assert states_BS.shape == (len(num_frames), layout.size)
+    def __init__(self, layout: StateLayout, states_BS: Tensor, num_frames_B: Tensor, youngest: int) -> None:
+        assert states_BS.shape == (len(num_frames_B), layout.size)
         self._old_BS = states_BS
         self.new_BS = torch.empty_like(states_BS)
-        self.num_frames_B = torch.tensor(num_frames, device=states_BS.device)
-        self._youngest = min(num_frames)
+        self.num_frames_B = num_frames_B
+        self._youngest = youngest
 
     def read(self, slot: Slot) -> Tensor:
         return self._old_BS[:, slot.start : slot.stop].view(-1, *slot.shape)

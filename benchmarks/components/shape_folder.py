@@ -31,6 +31,7 @@ OMNI_SPECIALS = {
     151671: "<tts_pad>",
     151672: "<tts_text_bos>",
 }
+ROLES = {872: "user", 77091: "assistant"}  # the talker looks for them
 OMNI_SPECIALS |= {151673: "<tts_text_eod>", 151674: "<tts_text_bos_single>", 151675: "<|audio_pad|>"}
 TEMPLATE = """\
 {%- for message in messages %}
@@ -82,6 +83,9 @@ def _tokenizer(*, omni: bool) -> PreTrainedTokenizerFast:
     visible = _byte_characters()
     for index in range(len(tokens), FIRST_SPECIAL):
         tokens.append("".join(visible[b] for b in chr(0x10000 + index).encode()))
+    if omni:
+        for index, role in ROLES.items():
+            tokens[index] = role
     core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     core.decoder = decoders.ByteLevel()
@@ -89,6 +93,8 @@ def _tokenizer(*, omni: bool) -> PreTrainedTokenizerFast:
     if omni:
         filler = (f"<|unused_{i}|>" for i in range(FIRST_SPECIAL + len(SPECIALS), min(OMNI_SPECIALS)))
         names += [*filler, *(OMNI_SPECIALS[i] for i in sorted(OMNI_SPECIALS))]
+    if omni:
+        core.add_tokens([AddedToken(role, normalized=False) for role in ROLES.values()])
     core.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE

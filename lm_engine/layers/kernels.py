@@ -98,9 +98,11 @@ class FusedPass(Protocol):
         eps: float,
         kv: PagedKV,
         metadata: AttentionMetadata,
+        first_layer: int = 0,
     ) -> Tensor:
-        """From embeddings to the residual stream before the final norm. Spends `residual_TH`; attends with
-        the kernels' own attention."""
+        """Through `layers`, the first of which is the cache's `first_layer`: from the residual stream before
+        them to that after them, no norm at its end. Spends `residual_TH`; attends with the kernels' own
+        attention."""
         ...
 
 

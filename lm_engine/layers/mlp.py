@@ -91,8 +91,8 @@ def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
 class StackedLinear:
     """All experts in one grouped product, which reads the row counts on the device."""
 
-    def __init__(self, weights_OI: Sequence[Tensor]) -> None:
-        self._weight_EIO = torch.stack(list(weights_OI)).transpose(1, 2)
+    def __init__(self, weight_EOI: Tensor) -> None:
+        self._weight_EIO = weight_EOI.transpose(1, 2)
 
     def __call__(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
         return functional.grouped_mm(x_RI, self._weight_EIO, offs=ends_E)
@@ -139,9 +139,15 @@ class GroupedExperts:
         return weighted_TKH.sum(dim=1).to(x_TH.dtype)
 
 
-def stacked_experts(kernels: Kernels, weights: Sequence[ExpertWeights]) -> GroupedExperts:
-    gate_up = StackedLinear([w.gate_up_2IH for w in weights])
-    return GroupedExperts(kernels, gate_up, StackedLinear([w.down_HI for w in weights]), len(weights))
+def stack_experts(weights: Sequence[ExpertWeights]) -> tuple[Tensor, Tensor]:
+    """[E, 2I, H] and [E, H, I]."""
+    return torch.stack([w.gate_up_2IH for w in weights]), torch.stack([w.down_HI for w in weights])
+
+
+def stacked_experts(kernels: Kernels, gate_up_E2IH: Tensor, down_EHI: Tensor) -> GroupedExperts:
+    """Borrows the weights."""
+    gate_up, down = StackedLinear(gate_up_E2IH), StackedLinear(down_EHI)
+    return GroupedExperts(kernels, gate_up, down, gate_up_E2IH.shape[0])
 
 
 def sliced_experts(kernels: Kernels, weights: Sequence[ExpertWeights]) -> GroupedExperts:

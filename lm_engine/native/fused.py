@@ -58,10 +58,11 @@ class NativePass:
         eps: float,
         kv: PagedKV,
         metadata: AttentionMetadata,
+        first_layer: int = 0,
     ) -> Tensor:
         assert residual_TH.dtype == cos_TP.dtype == sin_TP.dtype == torch.float32
         step = _Step(residual_TH.contiguous(), heads, cos_TP, sin_TP, eps, kv, metadata)
-        first = 0
+        first = first_layer
         for is_dense, group in groupby(layers, lambda layer: isinstance(layer.mlp, DenseMlp)):
             members = list(group)
             if is_dense:

@@ -76,6 +76,7 @@ class TalkerModel(Protocol):
     dtype: torch.dtype
     device: torch.device
     attention: AttentionBackend
+    text_table_VW: Tensor | None  # the rows of all text tokens, where they are known beforehand
 
     def lay_out(self, prompt: Prompt, voice: str) -> TalkerPrompt:
         """Raises BadRequest for a voice it has not, or a prompt that asks for no answer."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_engine.decoder import DecoderStack
+from lm_engine.decoder import DecoderStack, Turns
 from lm_engine.layers.kernels import Linear
 from lm_engine.memory import allocate_kv
 from lm_engine.model import AttentionMetadata, PagedKV
@@ -28,17 +28,19 @@ class CodePredictor:
     def __init__(self, stack: DecoderStack, tables: list[Tensor], heads: list[Linear]) -> None:
         assert len(tables) == len(heads) >= 1, "an embedding and a head for each residual group"
         self._stack, self._heads = stack, heads
-        self.tables = tables
         self.num_groups = len(tables) + 1
+        self._tables_GVH = torch.stack(tables)
+        num_codes = tables[0].shape[0]
+        self._offset_G = torch.arange(len(tables), device=stack.device) * num_codes
         self._blocks_each = -(-self.num_groups // BLOCK_SIZE)
         self._kv: PagedKV | None = None
-        self._metadata: dict[tuple[int, int], AttentionMetadata] = {}
+        self._places: dict[tuple[int, int], tuple[AttentionMetadata, Turns]] = {}
 
     def reserve(self, max_sequences: int) -> None:
         stack = self._stack
         num_blocks = 1 + max_sequences * self._blocks_each
         self._kv = allocate_kv(stack.config, num_blocks, BLOCK_SIZE, stack.dtype, stack.device)
-        self._metadata.clear()
+        self._places.clear()
 
     def complete(self, hidden_SH: Tensor, embedded_SH: Tensor, code_S: Tensor, draw: Draw) -> Tensor:
         """[S, Q]: `code_S` of the first group, whose embedding is `embedded_SH`, and the codes that
@@ -56,25 +58,31 @@ class CodePredictor:
         return torch.stack(codes, dim=1)
 
     def embed(self, code_S: Tensor, group: int) -> Tensor:
-        embedded_SH = functional.embedding(code_S, self.tables[group - 1])
+        embedded_SH = functional.embedding(code_S, self._tables_GVH[group - 1])
         return embedded_SH.to(self._stack.activation_dtype)
+
+    def embed_all(self, codes_RG: Tensor) -> Tensor:
+        """[R, H]: the sum of the embeddings of all residual codes of a frame."""
+        bags_RG = codes_RG + self._offset_G
+        summed_RH = functional.embedding_bag(bags_RG, self._tables_GVH.flatten(0, 1), mode="sum")
+        return summed_RH.to(self._stack.activation_dtype)
 
     def _run(self, input_TH: Tensor, num_sequences: int, length: int) -> Tensor:
         """Computes the positions up to `length` that are not computed yet: two at first, then one."""
         assert self._kv is not None, "reserve comes first"
-        first = 0 if length == 2 else length - 1
-        position_P = torch.arange(first, length, device=input_TH.device)
-        positions_1T = position_P.repeat(num_sequences)[None]
-        metadata = self._addresses(num_sequences, length)
         stack = self._stack
-        return stack.forward(input_TH, positions_1T, self._kv, stack.attention, metadata)
+        metadata, turns = self._place(num_sequences, length)
+        return stack.forward_turned(input_TH, turns, self._kv, stack.attention, metadata)
 
-    def _addresses(self, num_sequences: int, length: int) -> AttentionMetadata:
+    def _place(self, num_sequences: int, length: int) -> tuple[AttentionMetadata, Turns]:
         """The same for every frame, so made once."""
         key = (num_sequences, length)
-        if key not in self._metadata:
-            self._metadata[key] = self._make_addresses(num_sequences, length)
-        return self._metadata[key]
+        if key not in self._places:
+            metadata = self._make_addresses(num_sequences, length)
+            first = length - metadata.max_query_length
+            position_P = torch.arange(first, length, device=self._stack.device)
+            self._places[key] = metadata, self._stack.turns(position_P.repeat(num_sequences)[None])
+        return self._places[key]
 
     def _make_addresses(self, num_sequences: int, length: int) -> AttentionMetadata:
         device, blocks_each = self._stack.device, self._blocks_each

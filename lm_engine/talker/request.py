@@ -25,13 +25,13 @@ MakeRows = Callable[[Callable[[], Tensor]], Future[Tensor]]
 class InputRows:
     """The rows of one sequence in order of their index: those still needed, and how far they reach."""
 
-    segments: deque[tuple[int, int, Future[Tensor]]] = field(default_factory=deque)  # start, length, rows
+    segments: deque[tuple[int, RowPiece]] = field(default_factory=deque)  # first index, rows
     end: int = 0
     pad: RowPiece | None = None  # what every index from `end` on takes, once the text has ended
 
-    def append(self, rows: Future[Tensor], length: int) -> None:
+    def append(self, rows: Future[Tensor], length: int, start: int = 0) -> None:
         assert self.pad is None, "rows after the end"
-        self.segments.append((self.end, length, rows))
+        self.segments.append((self.end, RowPiece(rows, start, length)))
         self.end += length
 
     def has(self, index: int) -> bool:
@@ -41,13 +41,13 @@ class InputRows:
         """The pieces of [start, end). What lies before `end` is dropped."""
         pieces = []
         while self.segments and start < end:
-            first, length, rows = self.segments[0]
+            first, piece = self.segments[0]
             assert first <= start, "rows are taken in order"
-            upto = min(end, first + length)
+            upto = min(end, first + piece.length)
             if start < upto:
-                pieces.append(RowPiece(rows, start - first, upto - start))
+                pieces.append(RowPiece(piece.rows, piece.start + start - first, upto - start))
                 start = upto
-            if upto == first + length:
+            if upto == first + piece.length:
                 self.segments.popleft()
         if start < end:
             assert self.pad is not None, f"row {start} is not there"
@@ -153,6 +153,10 @@ class RowMaker:
         self._make = make
         closing = make(model.closing_rows)
         self._end, self._pad = RowPiece(closing, 0, 1), RowPiece(closing, 1, 1)
+        self._table: Future[Tensor] | None = None
+        if model.text_table_VW is not None:
+            self._table = Future()
+            self._table.set_result(model.text_table_VW)
 
     def advance(self, answer: SpokenAnswer) -> None:
         """Makes the rows that can be made now."""
@@ -160,7 +164,11 @@ class RowMaker:
         if rows.end == 0 and not self._start(answer):
             return
         for token_ids, hidden_KX in answer.text:
-            rows.append(self._text(token_ids, hidden_KX), len(token_ids))
+            if self._table is None:
+                rows.append(self._text(token_ids, hidden_KX), len(token_ids))
+                continue
+            for token in token_ids:
+                rows.append(self._table, 1, token)
         answer.text.clear()
         if answer.text_ended and rows.pad is None:
             rows.append(self._end.rows, 1)  # the end row is the first of the two

@@ -6,8 +6,8 @@ Shapes: T tokens of a step, S sequences of it that sample, W width of an input r
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,20 +17,27 @@ from contracts.params import SamplingParams
 from lm_engine.devices import device_thread
 from lm_engine.host_copies import HostCopies
 from lm_engine.model import PagedKV
+from lm_engine.passes import MixedPasses
 from lm_engine.random import signed_seed
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler, needs_of
 from lm_engine.sampler import RowParams, sample
+from lm_engine.talker.graphs import (
+    GROUP_SEED,
+    FrameGraphs,
+    draws_in_graphs,
+    make_frame_graphs,
+    make_prompt_passes,
+)
 from lm_engine.talker.model import Draw, TalkerModel
-from lm_engine.talker.plan import FramesDrawn, TalkerPlan
-
-_GROUP_SEED = 0x2545F4914F6CDD1D  # odd: groups of one frame draw from different streams
+from lm_engine.talker.plan import FramesDrawn, RowPiece, TalkerPlan
+from lm_engine.transfer import stream_entry
 
 
 @dataclass(frozen=True)
 class _Launched:
     step_id: int
-    results: tuple[Tensor, ...]  # codes [S, Q], valid [S]; none when nothing samples
+    results: tuple[Tensor, ...]  # codes and valid, int64 [S, Q + 1]; none when nothing samples
     done: torch.cuda.Event | None
 
 
@@ -38,10 +45,20 @@ class TalkerRunner:
     """Owns the request table and each slot's last frame; borrows model and KV cache.
 
     As the LM's runner: `submit` never blocks, steps run in order, each on what the one before left on the
-    device, and a step that raises fails its own future only.
+    device, and a step that raises fails its own future only. On a GPU it has a stream of its own, so that
+    frames do not take turns with other stages' work.
     """
 
-    def __init__(self, model: TalkerModel, kv: PagedKV, *, max_sequences: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: TalkerModel,
+        kv: PagedKV,
+        *,
+        max_sequences: int,
+        max_length: int,
+        cuda_graphs: bool = True,
+    ) -> None:
+        """`cuda_graphs`: frames are captured and replayed, where the device and the kernels allow it."""
         config = model.config
         self.model, self.kv = model, kv
         self.table = RequestTable(
@@ -53,13 +70,20 @@ class TalkerRunner:
             device=model.device,
         )
         model.reserve(max_sequences)
-        frames = (max_sequences, config.num_code_groups)
+        frames = (max_sequences + 1, config.num_code_groups)  # the last is scratch, for padding rows
         self._last_frame = torch.zeros(frames, dtype=torch.int64, device=model.device)
         self._suppressed_V = torch.zeros(config.decoder.vocab_size, device=model.device)
         self._suppressed_V[list(config.suppressed_codes)] = -torch.inf
         self._sample_first = RowSampler(self.table)
         self._copies = HostCopies(model.device)
-        self._launcher = device_thread(model.device, "talker-launch")
+        self._graphs: FrameGraphs | None = None
+        if cuda_graphs:
+            self._graphs = make_frame_graphs(model, kv, self.table, self._last_frame, self._suppressed_V)
+        self._passes: MixedPasses | None = None
+        if self._graphs is not None:
+            self._passes = make_prompt_passes(model, kv, self.table)
+        enter = stream_entry(model.device)
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="talker-launch", initializer=enter)
         self._collector = device_thread(model.device, "talker-collect")
 
     def rows(self, make: Callable[[], Tensor]) -> Future[Tensor]:
@@ -68,6 +92,13 @@ class TalkerRunner:
     def submit(self, plan: TalkerPlan) -> Future[FramesDrawn]:
         launched = self._launcher.submit(self._launch, plan)
         return self._collector.submit(lambda: _collect(launched.result()))
+
+    def capture_graphs(self) -> int:
+        """Captures all graphs now rather than on first use; returns their number. Blocks for seconds."""
+        graphs, passes = self._graphs, self._passes
+        if graphs is None or passes is None:
+            return 0
+        return self._launcher.submit(lambda: graphs.capture_all() + passes.capture_all()).result()
 
     def close(self) -> None:
         """Finishes what was submitted, then ends both threads."""
@@ -79,22 +110,60 @@ class TalkerRunner:
         self.table.turn_over(plan.released_slots, plan.admissions)
         self.table.write_admissions(plan.admissions)
         self.table.append_blocks(plan.admissions, plan.sequences)
-        inputs = self.table.step_inputs(plan.sequences)
-        hidden_TH = self.model.forward(
-            self._input_rows(plan), inputs.positions_AT, self.kv, self.model.attention, inputs.metadata
-        )
-        if not inputs.host_slots_S:
+        drawn = self._draw_by_graphs(plan) if self._takes(plan) else self._draw_plainly(plan)
+        if drawn is None:
             return _Launched(plan.step_id, (), None)
-        codes_SQ, valid_S = self._draw_frames(inputs, hidden_TH[inputs.last_rows_S])
+        results, done = self._copies.start(drawn)
+        return _Launched(plan.step_id, results, done)
+
+    def _draw_plainly(self, plan: TalkerPlan) -> Tensor | None:
+        """[S, Q + 1], or None when nothing samples."""
+        inputs = self.table.step_inputs(plan.sequences)
+        hidden_SH = self._forward(plan, inputs)
+        if not inputs.host_slots_S:
+            return None
+        codes_SQ, valid_S = self._draw_frames(inputs, hidden_SH)
         self._last_frame[inputs.slots_S] = codes_SQ
         self.table.write_sampled(inputs, codes_SQ[:, 0])
-        results, done = self._copies.start(codes_SQ, valid_S)
-        return _Launched(plan.step_id, results, done)
+        return torch.cat([codes_SQ, valid_S.long()[:, None]], dim=1)
+
+    def _forward(self, plan: TalkerPlan, inputs: StepInputs) -> Tensor:
+        """[S, H], of the sequences that sample."""
+        rows_TW = self._input_rows(plan)
+        if self._passes is not None and self._passes.takes(rows_TW.shape[0], None):
+            hidden_TH = self._passes.run(rows_TW, inputs.positions_AT, inputs.metadata)
+        else:
+            hidden_TH = self.model.forward(
+                rows_TW, inputs.positions_AT, self.kv, self.model.attention, inputs.metadata
+            )
+        return hidden_TH[inputs.last_rows_S]
+
+    def _takes(self, plan: TalkerPlan) -> bool:
+        sampling = (self.table.rows[step.slot].sampling for step in plan.sequences if step.samples)
+        return self._graphs is not None and all(map(draws_in_graphs, sampling))
+
+    def _draw_by_graphs(self, plan: TalkerPlan) -> Tensor | None:
+        """Frames that feed the last one back go whole; of prompts, only what follows their hidden states."""
+        assert self._graphs is not None
+        frames, prompts = split_plan(plan)
+        drawn = []
+        if frames.sequences:
+            packed_4R = self.table.pack_decodes(frames.sequences)
+            drawn.append(self._graphs.frames(packed_4R, [_rows_of(piece) for piece in frames.pieces]))
+        if prompts.sequences:
+            inputs = self.table.step_inputs(prompts.sequences)
+            hidden_SH = self._forward(prompts, inputs)
+            if inputs.host_slots_S:
+                packed_4S = np.zeros((4, len(inputs.host_slots_S)), dtype=np.int32)
+                packed_4S[0] = inputs.host_slots_S
+                packed_4S[1] = np.array(inputs.host_next_index_S) - 1
+                drawn.append(self._graphs.draws(packed_4S, hidden_SH))
+                self.table.note_sampled(inputs)
+        return torch.cat(drawn) if drawn else None
 
     def _input_rows(self, plan: TalkerPlan) -> Tensor:
         """[T, W]: what arrived, plus the last frame where the step feeds it back."""
-        pieces = [piece.rows.result()[piece.start : piece.start + piece.length] for piece in plan.pieces]
-        rows_TW = torch.cat(pieces)
+        rows_TW = torch.cat([_rows_of(piece) for piece in plan.pieces])
         if not any(plan.feedback):
             return rows_TW
         counts = np.array([step.num_tokens for step in plan.sequences], dtype=np.int64)
@@ -127,7 +196,7 @@ class TalkerRunner:
                 top_p_R=ones_S * residual.top_p,
                 min_p_R=ones_S * residual.min_p,
                 top_k_R=top_k_S,
-                seed_R=seed_S + signed_seed(group * _GROUP_SEED),
+                seed_R=seed_S + signed_seed(group * GROUP_SEED),
                 position_R=inputs.next_index_S,
             )
             sampled = sample(logits_SV, params, needs)
@@ -135,6 +204,31 @@ class TalkerRunner:
             return sampled.token_R
 
         return draw
+
+
+def split_plan(plan: TalkerPlan) -> tuple[TalkerPlan, TalkerPlan]:
+    """The sequences that feed a frame back, which come first, and the others. Admissions stay with
+    neither."""
+    num_frames = sum(plan.feedback)
+    assert all(plan.feedback[:num_frames]), "a prompt before a frame"
+    assert all(step.num_tokens == 1 and step.samples for step in plan.sequences[:num_frames])
+    parts = []
+    for part in (slice(num_frames), slice(num_frames, None)):
+        parts.append(
+            replace(
+                plan,
+                admissions=(),
+                released_slots=(),
+                sequences=plan.sequences[part],
+                pieces=plan.pieces[part],
+                feedback=plan.feedback[part],
+            )
+        )
+    return parts[0], parts[1]
+
+
+def _rows_of(piece: RowPiece) -> Tensor:
+    return piece.rows.result()[piece.start : piece.start + piece.length]
 
 
 @torch.inference_mode()
@@ -147,6 +241,7 @@ def _collect(launched: _Launched) -> FramesDrawn:
         return FramesDrawn(launched.step_id, (), ())
     if launched.done is not None:
         launched.done.synchronize()
-    codes_SQ, valid_S = launched.results
-    frames = tuple(tuple(frame) for frame in codes_SQ.tolist())
-    return FramesDrawn(launched.step_id, frames, tuple(valid_S.tolist()))
+    (drawn_SX,) = launched.results
+    drawn = drawn_SX.tolist()
+    frames, valid = tuple(tuple(row[:-1]) for row in drawn), tuple(bool(row[-1]) for row in drawn)
+    return FramesDrawn(launched.step_id, frames, valid)

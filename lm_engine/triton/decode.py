@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lm_engine.attention.triton import TritonAttention
-from lm_engine.layers.kernels import DecoderLayer, HeadShape, Linear
-from lm_engine.layers.mlp import DenseMlp
+from lm_engine.layers.kernels import DecoderLayer, HeadShape, Linear, Mlp
+from lm_engine.layers.mlp import DenseMlp, SparseMlp
 from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.linear import MAX_SKINNY_ROWS, Norm, TritonLinear
 from lm_engine.triton.norm import launch_norm
 
@@ -39,8 +40,9 @@ class DecodePass:
         eps: float,
         kv: PagedKV,
         metadata: AttentionMetadata,
+        first_layer: int = 0,
     ) -> Tensor:
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(layers, first_layer):
             qkv_TX = _of_norm(layer.qkv, residual_TH, Norm(layer.input_norm_H, eps))
             attended_TH = self._attention.rotate_and_attend(
                 qkv_TX, heads, cos_TP, sin_TP, layer.qk_norm, kv, index, metadata
@@ -51,8 +53,21 @@ class DecodePass:
                 gated_TI = _of_norm(layer.mlp.gate_up, residual_TH, post_norm, gated=True)
                 _ours(layer.mlp.down).fused(gated_TI, residual_MO=residual_TH)
             else:
-                residual_TH += layer.mlp(_normed(residual_TH, post_norm))
+                _add_sparse(layer.mlp, residual_TH, post_norm)
         return residual_TH
+
+
+def _add_sparse(mlp: Mlp, residual_TH: Tensor, norm: Norm) -> None:
+    normed_TH = _normed(residual_TH, norm)
+    if not (isinstance(mlp, SparseMlp) and isinstance(mlp.experts, TritonExperts)):
+        residual_TH += mlp(normed_TH)
+        return
+    shared = None
+    if mlp.shared is not None:
+        gated_TI = _ours(mlp.shared.mlp.gate_up).fused(normed_TH, gated=True)
+        shared = Shared(_ours(mlp.shared.mlp.down).fused(gated_TI), _ours(mlp.shared.gate).fused(normed_TH))
+    logits_TE = _ours(mlp.router).fused(normed_TH)
+    mlp.experts.add_routed(normed_TH, logits_TE, mlp.num_chosen, mlp.normalise, shared, residual_TH)
 
 
 def _of_norm(linear: Linear, x_TH: Tensor, norm: Norm, *, gated: bool = False) -> Tensor:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lm_engine.attention.triton import TritonAttention
 from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
-from lm_engine.layers.mlp import has_grouped_product, sliced_experts, stacked_experts
+from lm_engine.layers.mlp import has_grouped_product, sliced_experts, stack_experts, stacked_experts
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.triton.decode import DecodePass
+from lm_engine.triton.experts import TritonExperts
 from lm_engine.triton.jit import elementwise
 from lm_engine.triton.launch import launch_options, next_power
 from lm_engine.triton.linear import TritonLinear, make_arrivals
@@ -47,7 +48,8 @@ class TritonKernels:
     def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
         first = weights[0].gate_up_2IH
         if has_grouped_product(first.device, first.dtype):
-            return stacked_experts(self, weights)
+            gate_up_E2IH, down_EHI = stack_experts(weights)
+            return TritonExperts(gate_up_E2IH, down_EHI, stacked_experts(self, gate_up_E2IH, down_EHI))
         return sliced_experts(self, weights)
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:

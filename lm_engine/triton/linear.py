@@ -66,7 +66,7 @@ class TritonLinear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         x_MI = x_TI.reshape(-1, self.in_features)
         if 0 < x_MI.shape[0] <= MAX_SKINNY_ROWS:
-            return self.fused(x_MI).view(*x_TI.shape[:-1], self.out_features)
+            return self.fused(x_MI.contiguous()).view(*x_TI.shape[:-1], self.out_features)
         y_TO = functional.linear(x_TI, self.weight_OI, self.bias_O)
         return y_TO.float() if self.float32_output else y_TO
 

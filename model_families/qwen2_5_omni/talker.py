@@ -82,6 +82,7 @@ class Talker:
         self.config = config
         self.dtype, self.device = source.dtype, source.device
         self.attention = kernels.attention
+        self.text_table_VW: Tensor | None = None  # hidden states are part of the rows
         self._section, self._voices, self._processor = section, voices, processor
         decoder, width = config.decoder, config.hidden_width
         self._stack = DecoderStack(decoder, source, kernels)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from model_families.checkpoint import Checkpoint, checkpoint_error, read_config
+from model_families.dummy_weights import open_checkpoint
 from model_families.fields import Count, check_multiple
 from model_families.module_weights import Rename, fill_module
 from model_families.qwen2_5_omni.speakers import read_speakers
@@ -151,7 +152,7 @@ def load_vocoder(
     dit_config, bigvgan_config = read_token2wav_config(folder)
     with torch.device("meta"):
         dit, bigvgan = Dit(dit_config), BigVgan(bigvgan_config)
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         _fill(checkpoint, dit, dit_name, "token2wav transformer", device)
         _fill(checkpoint, bigvgan, bigvgan_name, "token2wav vocoder", device)
     return Token2Wav(dit, bigvgan, _voices(folder, dit, device), SAMPLE_RATE, chunk_blocks=chunk_blocks)

@@ -46,6 +46,7 @@ SAMPLING = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
 RESIDUAL = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 NUM_CONTROL_CODES = 1024  # the last of the vocabulary: no sound, never drawn, but for the end
 HEADER = 3  # <|im_start|>, assistant, newline
+PROJECTED_AT_ONCE = 16384
 NUM_PADS = 4  # rows between the header and the text's own start
 
 
@@ -137,6 +138,15 @@ class Talker:
         codes = (decoder.vocab_size, decoder.hidden_size)
         self._code_table_CH = source.take("embed.weight", codes)
         self._head = kernels.pack_linear(source.take("head.weight", codes), float32_output=True)
+        self.text_table_VW: Tensor | None = None
+        if self.device.type == "cuda":
+            self.text_table_VW = self._text_table_VX = self._project_all()  # the embeddings are not kept
+
+    @torch.inference_mode()
+    def _project_all(self) -> Tensor:
+        """Once, at the start: then a row of text takes no launch."""
+        parts = torch.split(self._text_table_VX, PROJECTED_AT_ONCE)
+        return torch.cat([self._text(part_KX.to(self._stack.activation_dtype)) for part_KX in parts])
 
     def lay_out(self, prompt: Prompt, voice: str) -> TalkerPrompt:
         """The user's turns, the head of the answer's, the voice, the first token of text."""
@@ -179,6 +189,8 @@ class Talker:
         return torch.cat([heard_PH, text_NH + self._embed_codes(to_device(opening, self.device))])
 
     def text_rows(self, token_ids_K: Tensor, hidden_KX: Tensor | None) -> Tensor:
+        if self.text_table_VW is not None:
+            return functional.embedding(token_ids_K, self.text_table_VW)
         embedded_KX = functional.embedding(token_ids_K, self._text_table_VX)
         return self._text(embedded_KX.to(self._stack.activation_dtype))
 
@@ -186,10 +198,7 @@ class Talker:
         return self._project_text([self._sections.tts_eos_token_id, self._sections.tts_pad_token_id])
 
     def frame_rows(self, codes_RQ: Tensor) -> Tensor:
-        rows_RH = self._embed_codes(codes_RQ[:, 0])
-        for group in range(1, self.config.num_code_groups):
-            rows_RH = rows_RH + self._predictor.embed(codes_RQ[:, group], group)
-        return rows_RH
+        return self._embed_codes(codes_RQ[:, 0]) + self._predictor.embed_all(codes_RQ[:, 1:])
 
     def forward(
         self,

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from model_families.checkpoint import Checkpoint, checkpoint_error, read_config
+from model_families.checkpoint import checkpoint_error, read_config
+from model_families.dummy_weights import open_checkpoint
 from model_families.fields import Count, check_multiple
 from model_families.module_weights import fill_module
 from model_families.rope import RopeParameters
@@ -93,7 +94,7 @@ def load_vocoder(folder: Path, device: torch.device, dtype: torch.dtype) -> Code
     with torch.device("meta"):
         network = Code2WavNetwork(config)
     names = Names(len(config.upsample_rates))
-    with Checkpoint(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         fill_module(
             checkpoint,
             network,

@@ -81,18 +81,20 @@ def load_tower(
     fingerprint = xxhash.xxh3_128()
     state: dict[str, Tensor] = {}
     for name in sorted(wanted):
-        stored = _read(checkpoint, [theirs[name][place] for place in sorted(theirs[name])], wanted[name])
+        parts = [theirs[name][place] for place in sorted(theirs[name])]
+        stored = _read(checkpoint, parts, wanted[name], device)
         fingerprint.update(f"{name}|{stored.dtype}|{tuple(stored.shape)}|".encode())
-        fingerprint.update(stored.contiguous().view(-1).view(torch.uint8).numpy().data)
+        fingerprint.update(stored.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
         state[name] = stored.to(device=device, dtype=dtype)
     tower.load_state_dict(state, assign=True)
     tower.requires_grad_(False)
     return fingerprint.hexdigest()
 
 
-def _read(checkpoint: Checkpoint, names: list[str], shape: tuple[int, ...]) -> Tensor:
+def _read(checkpoint: Checkpoint, names: list[str], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """The parts stacked. A convolution whose kernel is its stride is a linear over flattened patches."""
-    parts = [checkpoint.tensor(name, checkpoint.shape(name)) for name in names]
+    home = checkpoint.home(device)
+    parts = [checkpoint.tensor(name, checkpoint.shape(name), device=home) for name in names]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     flat = tensor.flatten(1) if tensor.dim() == 5 and len(shape) == 2 else tensor
     if tuple(flat.shape) != shape:

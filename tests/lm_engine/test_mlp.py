@@ -14,6 +14,7 @@ from lm_engine.layers.mlp import (
     SharedExpert,
     SparseMlp,
     sliced_experts,
+    stack_experts,
     stacked_experts,
 )
 from lm_engine.layers.reference import ReferenceKernels
@@ -56,7 +57,7 @@ def looped(weights):
 
 
 def stacked(weights):
-    return stacked_experts(ReferenceKernels(), weights)
+    return stacked_experts(ReferenceKernels(), *stack_experts(weights))
 
 
 def sliced(weights):

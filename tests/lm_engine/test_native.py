@@ -415,7 +415,9 @@ SPARSE_THIRD = MoeConfig(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"moe": SPARSE_THIRD}], ids=str
+    "changes",
+    [{}, {"qk_norm": True}, {"qkv_bias": True}, {"moe": SPARSE_THIRD}, {"kept_hidden_layer": 1}],
+    ids=str,
 )
 def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, changes, dtype):
     config = tiny_config(**{"num_layers": 4, **changes})
@@ -425,14 +427,14 @@ def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, chan
     for choice in (plain, kernels):
         decoder, kv = (
             Decoder(config, RandomSource(dtype), choice),
-            PagedKV(*torch.zeros(2, 4, 9, 4, 2, 8).to(dtype)),
+            PagedKV(*torch.zeros(2, 4, 9, 4, 2, 8).to(dtype), torch.zeros(9, 4, 24)),
         )
         for chunks in ([(0, 9), (0, 3), (0, 6)], [(9, 1), (3, 1), (6, 2)]):
             positions = torch.cat([torch.arange(a, a + b) for a, b in chunks])
             hidden = decoder.embed(positions * 5 % 97)
             metadata = metadata_of(chunks, 4, tables)
             hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
-            seen.append((hidden, kv.keys.clone(), kv.values.clone()))
+            seen.append((hidden, kv.keys.clone(), kv.values.clone(), kv.hidden.clone()))
     for one_by_one, at_once in zip(seen[:2], seen[2:], strict=True):
         assert all(map(torch.equal, one_by_one, at_once))
 

@@ -21,8 +21,11 @@ from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV, RopeConfig
 from lm_engine.passes import CapturedPasses, PaddedPasses
 from lm_engine.plan import Admission, SequenceStep
-from lm_engine.request_table import RequestTable
+from lm_engine.request_table import RequestTable, SampledRows
+from lm_engine.row_sampler import RowSampler, needs_of
 from lm_engine.sampler import Needs, RowParams, sample
+from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
+from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
@@ -103,6 +106,44 @@ def test_split_rope(kernels, dtype, with_norm, heads):
     expected = ReferenceKernels().split_rope(qkv.clone(), heads, angles.cos(), angles.sin(), norm)
     for ours, plain in zip(found, expected, strict=True):
         assert_near(ours, plain, dtype)
+
+
+# --- sparse layers ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "normalise"), [(1, True), (2, False), (21, True)])
+def test_sparse_layers_of_few_tokens(kernels, dtype, num_tokens, normalise):
+    """More pairs than experts and fewer; an expert with more pairs than a tile holds."""
+    num_experts, hidden, width, num_chosen = 12, 48, 40, 3
+    gate_up = normal(num_experts, 2 * width, hidden, seed=1, dtype=dtype) * hidden**-0.5
+    down = normal(num_experts, hidden, width, seed=2, dtype=dtype) * width**-0.5
+    x, logits = normal(num_tokens, hidden, seed=3, dtype=dtype), normal(num_tokens, num_experts, seed=4)
+    logits[:, 5] += 4  # nearly all choose it
+    residual, shared_y = (normal(num_tokens, hidden, seed=s, dtype=dtype) for s in (5, 6))
+    shared = Shared(shared_y, normal(num_tokens, 1, seed=7)) if normalise else None
+    weight, chosen = logits.double().softmax(-1).topk(num_chosen)
+    if normalise:
+        weight /= weight.sum(-1, keepdim=True)
+    gate, up = torch.einsum("th,tkih->tki", x.double(), gate_up.double()[chosen]).chunk(2, -1)
+    inner = (gate * torch.sigmoid(gate) * up).to(dtype).double()
+    expected = torch.einsum("tki,tkhi,tk->th", inner, down.double()[chosen], weight)
+    if dtype == torch.float32:
+        experts = TritonExperts(gate_up, down, None)
+        assert_near(experts(x, chosen, weight.float()), expected, dtype)
+    if shared is not None:
+        expected += torch.sigmoid(shared.gate_T1.double()) * shared_y.double()
+    expected += residual.double()
+    TritonExperts(gate_up, down, None).add_routed(x, logits, num_chosen, normalise, shared, residual)
+    assert_near(residual, expected, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_routing_without_a_finite_logit_stays_inside(kernels):
+    experts = TritonExperts(normal(5, 16, 16), normal(5, 16, 8), None)
+    residual = torch.zeros(2, 16, device=DEVICE)
+    logits = torch.full((2, 5), torch.nan, device=DEVICE)
+    logits[1] = -torch.inf
+    experts.add_routed(normal(2, 16), logits, 3, True, None, residual)
+    assert residual.isnan().all()
 
 
 # --- linears ------------------------------------------------------------------------------------------------
@@ -216,7 +257,10 @@ def test_decodes_are_split_where_programs_are_few():
 
 
 # --- the whole decoder --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": True, "rope": MROPE}, {"moe": SPARSE}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"qkv_bias": True}, {"qk_norm": True, "rope": MROPE}, {"moe": SPARSE}, {"kept_hidden_layer": 1}],
+)
 @pytest.mark.parametrize("mix", ["decodes", "mixed"])
 def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
     """Decodes go the fused way, mixed steps layer by layer."""
@@ -229,12 +273,14 @@ def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
     token_ids = torch.arange(num_tokens, device=DEVICE) % config.vocab_size
     axes = torch.arange(1, 1 + config.num_position_axes, device=DEVICE)
     positions = torch.arange(num_tokens, device=DEVICE)[None] * axes[:, None]
-    outputs, caches = [], []
+    outputs, caches, blocks = [], [], case.kv.keys.shape[1:3]
     for decoder in (plain, ours):
-        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone())
+        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone(), case.kv.keys.new_zeros(*blocks, 24))
         hidden = decoder.forward(decoder.embed(token_ids), positions, kv, decoder.attention, case.metadata)
         outputs.append(decoder.logits(hidden))
         caches.append(kv)
+    assert caches[0].hidden.any() == (config.kept_hidden_layer is not None)
+    assert_near(caches[1].hidden, caches[0].hidden, torch.float32)
     assert_near(outputs[1], outputs[0], torch.float32)
     assert_near(caches[1].keys, caches[0].keys, torch.float32)
 
@@ -383,6 +429,79 @@ def test_tokens_are_drawn_as_by_the_sampler():
         assert not arrivals.any()
     assert len(set(expected.token_R.tolist())) == 4
     before[slots_S, next_index_S] = expected.token_R.int()
+    assert torch.equal(table.token_ids, before)
+
+
+CODE_KINDS = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=0.9, top_k=7, repetition_penalty=1.05),
+    SamplingParams(temperature=1.3, top_p=0.6, presence_penalty=0.4, frequency_penalty=0.3),
+    SamplingParams(temperature=0.8, min_p=0.2),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.1, top_k=20, top_p=0.8, min_p=0.05),
+]
+
+
+def code_table():
+    """One sequence of each kind: a prompt of 3 codes and 4 to 9 more."""
+    table = RequestTable(
+        vocab_size=NUM_CODES, num_axes=1, max_sequences=6, max_length=32, block_size=16, device=DEVICE
+    )
+    admissions = [
+        Admission(
+            i, np.random.default_rng(i).integers(0, 12, 7 + i).tolist(), 3, np.zeros((1, 3)), 0, s, i, (i,)
+        )
+        for i, s in enumerate(CODE_KINDS)
+    ]
+    table.turn_over((), admissions)
+    table.write_admissions(admissions)
+    return table
+
+
+NUM_CODES = 45
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_codes_are_drawn_as_by_the_sampler(seed):
+    table, num_rows = code_table(), len(CODE_KINDS)
+    slots = list(range(num_rows))
+    next_index = [7 + i for i in slots]
+    logits = normal(num_rows + 1, NUM_CODES, seed=seed) * 2
+    suppressed = torch.zeros(NUM_CODES, device=DEVICE)
+    suppressed[[3, 30]] = -torch.inf
+    rows = SampledRows(
+        slots_S=torch.tensor(slots, device=DEVICE),
+        next_index_S=torch.tensor(next_index, device=DEVICE),
+        host_slots_S=tuple(slots),
+        host_next_index_S=tuple(next_index),
+    )
+    expected = RowSampler(table)(rows, logits[:-1] + suppressed)
+    packed = np.array([[*slots, -1], [*(n - 1 for n in next_index), 0], [0] * 7, [0] * 7], dtype=np.int32)
+    buffers = CodeBuffers.allocate(torch.from_numpy(packed).to(DEVICE), NUM_CODES)
+    before = table.token_ids.clone()
+    found = draw_first(logits, suppressed, buffers, table)
+    assert found[:-1].tolist() == expected.token_R.tolist()
+    assert buffers.valid_R.tolist() == [1] * 7
+    before[slots, next_index] = expected.token_R.int()
+    assert torch.equal(table.token_ids, before)
+
+    residual, group_seed = SamplingParams(temperature=0.9, top_k=9, top_p=0.8), -(2**61) + seed
+    inner = normal(num_rows + 1, 30, seed=seed + 9) * 2
+    inner[4, 2], inner[5, 1] = torch.nan, torch.inf
+    greedy_S = table.floats[slots, 0] == 0
+    ones_S = torch.ones(num_rows, device=DEVICE)
+    params = RowParams(
+        torch.where(greedy_S, 0.0, ones_S * 0.9),
+        ones_S * 0.8,
+        ones_S * 0,
+        torch.full_like(rows.slots_S, 9),
+        table.seed[slots] + group_seed,
+        rows.next_index_S,
+    )
+    expected = sample(inner[:-1].clone(), params, needs_of([residual]))
+    found = draw_residual(inner, buffers, table, residual, group_seed)
+    assert found[:-1].tolist() == expected.token_R.tolist()
+    assert buffers.valid_R.tolist() == [1, 1, 1, 1, 0, 0, 1]
     assert torch.equal(table.token_ids, before)
 
 

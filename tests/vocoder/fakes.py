@@ -44,6 +44,9 @@ class FakeVocoder:
         self.opened.append((voice, seed))
         return FakeState(torch.empty(0))
 
+    def capture_graphs(self) -> int:
+        return 0
+
     def decode(self, rows: Sequence[VocoderRow[FakeState]]) -> list[Tensor]:
         if any(self.poison & set(row.codes_KQ[:, 0].tolist()) for row in rows):
             raise RuntimeError("bad codes")

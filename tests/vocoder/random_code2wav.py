@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from vocoder.code2wav import Code2Wav, Code2WavConfig, Code2WavNetwork
+from vocoder.graphs import Record, Replay, Results
 from vocoder.transformer import TransformerConfig
 
 CODEBOOK = 32
@@ -50,7 +53,20 @@ def fill_randomly(network: nn.Module, seed: int = 0) -> None:
                 tensor.mul_(0.05)
 
 
-def random_code2wav(config: Code2WavConfig, seed: int = 0) -> Code2Wav:
+def random_code2wav(
+    config: Code2WavConfig, seed: int = 0, record: Record | None = None, device: str = "cpu"
+) -> Code2Wav:
     network = Code2WavNetwork(config).requires_grad_(False)
     fill_randomly(network, seed)
-    return Code2Wav(network)
+    return Code2Wav(network.to(device), record)
+
+
+def record(run: Callable[[], Results]) -> tuple[Replay, Results]:
+    """As a CUDA graph: what is recorded has run once, and a replay writes to the results' first places."""
+    results = tuple(result.clone() for result in run())
+
+    def replay() -> None:
+        for result, new in zip(results, run(), strict=True):
+            result.copy_(new)
+
+    return replay, results

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.vocoder.random_code2wav import CODEBOOK, random_code2wav, tiny_config
+from tests.vocoder.random_code2wav import CODEBOOK, random_code2wav, record, tiny_config
 from vocoder.code2wav import Code2Wav
 from vocoder.model import VocoderRow
 from vocoder.pool import VocoderPool, VocoderPoolConfig
@@ -22,10 +22,11 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=[*CONFIGS, *(f"{name}, recorded" for name in CONFIGS)])
 def vocoder(request) -> Code2Wav:
     torch.set_num_threads(1)
-    return random_code2wav(CONFIGS[request.param])
+    name, _, recorded = request.param.partition(", ")
+    return random_code2wav(CONFIGS[name], record=record if recorded else None)
 
 
 def random_codes(vocoder: Code2Wav, length: int, rng: random.Random) -> Tensor:

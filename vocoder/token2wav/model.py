@@ -159,6 +159,9 @@ class Token2Wav:
         empty = Progress(torch.empty(0, dtype=torch.int64), 0, False, 0, noise, nothing_TM, 0, 0)
         return Token2WavState(self._voices[voice], empty)
 
+    def capture_graphs(self) -> int:
+        return 0
+
     @torch.inference_mode()
     def decode(self, rows: Sequence[VocoderRow[Token2WavState]]) -> list[Tensor]:
         progress = [_receive(row) for row in rows]

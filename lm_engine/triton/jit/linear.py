@@ -38,11 +38,11 @@ def gemv(
     columns_K = tl.arange(0, BLOCK_K)
     inside_K = columns_K < K
     outputs_N = program * BLOCK_N + tl.arange(0, BLOCK_N)
-    up_offset = num_outputs.to(tl.int64) * K
     inside_NK = (outputs_N < num_outputs)[:, None] & inside_K[None, :]
     weights_NK = weight_ptr + outputs_N.to(tl.int64)[:, None] * K + columns_K[None, :]
     tile_NK = tl.load(weights_NK, mask=inside_NK, other=0.0)
     if GATED:
+        up_offset = num_outputs.to(tl.int64) * K
         up_tile_NK = tl.load(weights_NK + up_offset, mask=inside_NK, other=0.0)
     if NORM:
         norm_K = tl.load(norm_ptr + columns_K, mask=inside_K, other=0.0).to(tl.float32)
@@ -113,7 +113,8 @@ def skinny_gemm(
     rows_M = tl.arange(0, BLOCK_M)
     columns_K = tl.arange(0, BLOCK_K)
     weights_NK = weight_ptr + rows_N[:, None] * K + columns_K[None, :]
-    up_offset = num_outputs.to(tl.int64) * K
+    if GATED:
+        up_offset = num_outputs.to(tl.int64) * K
     after_predecessors(PDL, EARLY=True)
     sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -32,9 +32,11 @@ TEXT_VOCAB, FIRST_MEDIA = 60, 50
 class TinyTalker:
     """Text rows are embeddings; media rows the thinker's hidden states; voices 0 and 1."""
 
-    def __init__(self, *, text_hidden=False, end_bias=0.0, device="cpu") -> None:
-        source, kernels = RandomSource(device=device), ReferenceKernels()
-        decoder = tiny_config(vocab_size=CODES, max_position=256)
+    def __init__(
+        self, *, text_hidden=False, end_bias=0.0, device="cpu", make_kernels=ReferenceKernels, **changes
+    ) -> None:
+        source, kernels = RandomSource(device=device), make_kernels()
+        decoder = tiny_config(vocab_size=CODES, max_position=256, **changes)
         self.config = TalkerConfig(
             decoder=decoder,
             num_code_groups=NUM_GROUPS,
@@ -53,13 +55,14 @@ class TinyTalker:
         self.head = kernels.pack_linear(source.take("head", (CODES, HIDDEN)), float32_output=True)
         self.end_bias = torch.zeros(CODES, device=device)
         self.end_bias[END] = end_bias
-        inner = tiny_config(vocab_size=30, num_layers=1)
+        inner = tiny_config(vocab_size=30, **{**changes, "num_layers": 1, "moe": None})
         tables = [source.take(f"table.{g}", (30, HIDDEN)) for g in range(1, NUM_GROUPS)]
         heads = [
             kernels.pack_linear(source.take(f"head.{g}", (30, HIDDEN)), float32_output=True)
             for g in range(1, NUM_GROUPS)
         ]
-        self.predictor = CodePredictor(DecoderStack(inner, source, ReferenceKernels()), tables, heads)
+        self.predictor = CodePredictor(DecoderStack(inner, source, make_kernels()), tables, heads)
+        self.text_table_VW = None if text_hidden else self.text_table[:TEXT_VOCAB]
         self.fail_next = False
         self.poison = False
         self.max_batch = 0
