@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 import triton
 
+from lm_engine.triton.cache import keep_launchers
+
+keep_launchers()
 Precision = Literal["tf32", "ieee"]
 
 
