@@ -97,8 +97,8 @@ def reach_each_other(one: str, other: str) -> bool:
 def choose_connector(
     edge: EdgeConfig, devices: tuple[str, str], *, together: bool, hosts: tuple[str, str] = ("", "")
 ) -> Connector:
-    """auto: in a process by hand, between GPUs as `GPU_TO_GPU` says, by NIXL where an end is on another host,
-    else by shared memory. Two ends in one process need no transport, whatever the file says for them apart."""
+    """auto: in a process by hand, between GPUs as `GPU_TO_GPU` says, by NIXL to another host, else by shared
+    memory. Two ends in one process need no transport, whatever the file says for them apart."""
     if together:
         return "inproc"
     if any(hosts):
