@@ -7,7 +7,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,17 +28,32 @@ QUESTIONS: list[Sequence[Turn]] = [
     [("user", [D, "where is it?"])],
 ]
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 11}, {"temperature": 1.0, "seed": 3, "n": 2})
+NUM_TOKENS = 20
+NUM_BLOWS = 5
 # A slow machine may see a hang where there is none: it costs a replay, never a request.
 SETTINGS = (
     "thinker.kv_memory=8MiB",
-    "server.heartbeat_s=0.2",
+    "preprocess.workers=1",
+    "server.heartbeat_s=0.1",
+    "server.hang_after_s=1.0",
     "server.max_replays=100",
-    "server.max_restarts=100",
+    "server.max_restarts=1000",
 )
 
 
+@pytest.fixture(scope="module")
+def per_stage(tiny: Callable[[str], Path]) -> Iterator[tuple[Served, list[Answer]]]:
+    """One server for all that strikes its workers, and the undisturbed answers."""
+    with Served(tiny("qwen2_5_vl"), *SETTINGS, workers="per-stage") as served:
+        yield served, undisturbed_answers(served)
+
+
+def undisturbed_answers(served: Served) -> list[Answer]:
+    return [served.ask(q, **sampling_of(i)) for i, q in enumerate(QUESTIONS)]
+
+
 def sampling_of(index: int) -> dict:
-    return {"max_tokens": 40, "ignore_eos": True, **SAMPLINGS[index % len(SAMPLINGS)]}
+    return {"max_tokens": NUM_TOKENS, "ignore_eos": True, **SAMPLINGS[index % len(SAMPLINGS)]}
 
 
 def pid_of(served: Served, stage: str) -> int:
@@ -51,10 +66,13 @@ def fork_server_of(served: Served) -> int:
     return int(stat.rpartition(")")[2].split()[1])  # the parent
 
 
-def streams_go_on(served: Served, stage: str, num_blows: int, seed: str, strike: Callable[[], None]) -> None:
+def streams_go_on(
+    served: Served, undisturbed: Sequence[Answer], stage: str, seed: str, strike: Callable[[], None]
+) -> None:
     """Under 8 streams, `strike`s at random moments; each time waits until the worker of `stage` is back."""
     rng = random.Random(seed)
-    undisturbed = [served.ask(q, **sampling_of(i)) for i, q in enumerate(QUESTIONS)]
+    (worker,) = (w for w in served.service.workers() if stage in w.stages)
+    restarts_before = worker.restarts
 
     async def stream(index: int, stop: asyncio.Event) -> int:
         """Asks again and again; every answer must equal the undisturbed one."""
@@ -68,10 +86,10 @@ def streams_go_on(served: Served, stage: str, num_blows: int, seed: str, strike:
 
     async def strike_often(stop: asyncio.Event) -> None:
         try:
-            for number in range(num_blows):
-                await served.progress(rng.randrange(1, 200))  # of some 350 to 500 for an answer each
+            for number in range(NUM_BLOWS):
+                await served.progress(rng.randrange(1, 100))  # of some 200 for an answer each
                 strike()
-                await served.worker_restarted(stage, number + 1)
+                await served.worker_restarted(stage, restarts_before + number + 1)
                 await served.service.reset_cache()  # so that pictures are encoded again
         finally:
             stop.set()
@@ -88,36 +106,35 @@ def streams_go_on(served: Served, stage: str, num_blows: int, seed: str, strike:
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
 @pytest.mark.parametrize("stage", ["thinker", "vision"])
-def test_streams_go_on_over_the_death_of_a_stage(tiny: Callable[[str], Path], stage: str, blow: int) -> None:
-    num_blows = 5 if blow == signal.SIGKILL else 2
-    hang_after_s = 60 if blow == signal.SIGKILL else 2
-    settings = (*SETTINGS, f"server.hang_after_s={hang_after_s}")
-    with Served(tiny("qwen2_5_vl"), *settings, workers="per-stage") as served:
+def test_streams_go_on_over_the_death_of_a_stage(
+    per_stage: tuple[Served, list[Answer]], stage: str, blow: int
+) -> None:
+    served, undisturbed = per_stage
 
-        def strike() -> None:
-            os.kill(pid_of(served, stage), blow)
+    def strike() -> None:
+        os.kill(pid_of(served, stage), blow)
 
-        streams_go_on(served, stage, num_blows, f"{stage}{blow}", strike)
+    streams_go_on(served, undisturbed, stage, f"{stage}{blow}", strike)
 
 
 def test_streams_go_on_over_the_death_of_the_fork_server(tiny: Callable[[str], Path]) -> None:
     """All workers die with it."""
-    with Served(tiny("qwen2_5_vl"), *SETTINGS, "server.hang_after_s=60", workers="per-stage") as served:
+    with Served(tiny("qwen2_5_vl"), *SETTINGS, workers="per-stage") as served:
 
         def strike() -> None:
             os.kill(fork_server_of(served), signal.SIGKILL)
 
-        streams_go_on(served, "thinker", 2, "fork server", strike)
-        assert all(worker.restarts >= 2 for worker in served.service.workers())
+        streams_go_on(served, undisturbed_answers(served), "thinker", "fork server", strike)
+        assert all(worker.restarts >= NUM_BLOWS for worker in served.service.workers())
 
 
 def test_a_dead_preprocessing_worker_fails_nobody(tiny: Callable[[str], Path]) -> None:
     with Served(tiny("qwen2_5_vl"), *SETTINGS, "preprocess.workers=2") as served:
-        expected = [served.ask(q, **sampling_of(i)).token_ids for i, q in enumerate(QUESTIONS)]
+        expected = [answer.token_ids for answer in undisturbed_answers(served)]
         pool = served.service.preprocessor.pool
 
         async def main() -> None:
-            for _ in range(5):
+            for _ in range(NUM_BLOWS):
                 served.service.preprocessor.index.clear()  # so that every picture is decoded again
                 asks = [
                     asyncio.create_task(served.answer(q, **sampling_of(i))) for i, q in enumerate(QUESTIONS)
