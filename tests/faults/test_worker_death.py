@@ -4,6 +4,7 @@ different."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -35,7 +36,7 @@ SETTINGS = (
     "thinker.kv_memory=8MiB",
     "preprocess.workers=1",
     "server.heartbeat_s=0.1",
-    "server.hang_after_s=1.0",
+    "server.hang_after_s=1.5",
     "server.max_replays=100",
     "server.max_restarts=1000",
 )
@@ -112,7 +113,8 @@ def test_streams_go_on_over_the_death_of_a_stage(
     served, undisturbed = per_stage
 
     def strike() -> None:
-        os.kill(pid_of(served, stage), blow)
+        with contextlib.suppress(ProcessLookupError):  # a slow machine has just taken it for hanging
+            os.kill(pid_of(served, stage), blow)
 
     streams_go_on(served, undisturbed, stage, f"{stage}{blow}", strike)
 
