@@ -25,6 +25,7 @@ from model_families.checkpoint import CONFIG_FILE, checkpoint_error, read_config
 from model_families.dummy_weights import open_checkpoint
 from model_families.family import Family
 from model_families.llama.parts import PARTS as LLAMA
+from model_families.omnistage_nano.parts import PARTS as OMNISTAGE_NANO
 from model_families.parts import FamilyParts, SpeechParts
 from model_families.processing import Processor
 from model_families.qwen2.parts import PARTS as QWEN2
@@ -55,6 +56,7 @@ FAMILIES = {
         QWEN3_OMNI_MOE,
         WHISPER,
         QWEN3_ASR,
+        OMNISTAGE_NANO,
     )
 }
 GENERATION_FILE = "generation_config.json"

@@ -90,10 +90,17 @@ class Code2WavNetwork(nn.Module):
 
     def forward(self, codes_BTQ: Tensor, streams: StreamBatch) -> Tensor:
         """[batch, samples]; the void samples of young streams are still in it."""
+        return self.synthesise(self.embed(codes_BTQ), streams)
+
+    def embed(self, codes_BTQ: Tensor) -> Tensor:
+        """[batch, frames, width]: the mean of a frame's codebook rows."""
         config = self.config
         offset_Q = torch.arange(config.num_code_groups, device=codes_BTQ.device) * config.codebook_size
         bags = (codes_BTQ + offset_Q).flatten(0, 1)
-        x_BTW = functional.embedding_bag(bags, self.codes, mode="mean").view(*codes_BTQ.shape[:2], -1)
+        x_NW = functional.embedding_bag(bags, self.codes, mode="mean")
+        return x_NW.view(*codes_BTQ.shape[:2], -1)
+
+    def synthesise(self, x_BTW: Tensor, streams: StreamBatch) -> Tensor:
         x_BCT = self.transformer(x_BTW, streams).transpose(1, 2)
         for stage in self.stages:
             x_BCT = stage(x_BCT, streams)

@@ -39,6 +39,6 @@ def read_shipped(path: Path) -> dict[str, Tensor]:
         if tensor.dtype == torch.int8:
             scale = stored[name + SCALE].float().view(-1, *(1,) * (tensor.ndim - 1))
             tensors[name] = tensor.float() * scale
-        elif not name.endswith(SCALE):
+        elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in stored):
             tensors[name] = tensor.float()
     return tensors

@@ -6,6 +6,7 @@ tokens, T rows of a step, R sequences of it, S of them sampling, Q code groups.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -282,10 +283,16 @@ def read_talker_config(folder: Path) -> tuple[OmniSections, TalkerConfig, Decode
 
 
 def load_talker(
-    folder: Path, processor: Processor, device: torch.device, dtype: torch.dtype, kernels: KernelChoice
+    folder: Path,
+    processor: Processor,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: KernelChoice,
+    residual: SamplingParams = RESIDUAL,
 ) -> Talker:
     """Raises EngineError naming the tensor when one is missing, mis-shaped or unknown."""
     sections, config, inner = read_talker_config(folder)
+    config = replace(config, residual=residual)
     with open_checkpoint(folder) as checkpoint:
         source = TextTensors(checkpoint, talker_name, device, dtype)
         predictor = _load_predictor(inner, config, source, select_kernels(kernels, device, dtype))

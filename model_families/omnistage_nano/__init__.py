@@ -1,0 +1,1 @@
+"""The default model's family: parts of the omni families, put together small."""

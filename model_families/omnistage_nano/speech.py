@@ -1,0 +1,31 @@
+"""omnistage-nano's speech: Qwen3-Omni's, with cooler draws: a small talker has less to choose from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from contracts.params import SamplingParams
+from contracts.specs import SpeechSpec
+from model_families.omnistage_nano.pipeline import SILENT_PIPELINE
+from model_families.qwen3_omni_moe.speech import SPEECH as QWEN3_OMNI
+from model_families.qwen3_omni_moe.talker import load_talker
+
+SAMPLING = SamplingParams(temperature=0.6, top_k=50)
+RESIDUAL = SamplingParams(temperature=0.6, top_k=50)
+
+
+def read_spec(folder: Path) -> SpeechSpec | None:
+    spec = QWEN3_OMNI.read_spec(folder)
+    return None if spec is None else msgspec.structs.replace(spec, sampling=SAMPLING)
+
+
+SPEECH = replace(
+    QWEN3_OMNI,
+    read_spec=read_spec,
+    load_talker=partial(load_talker, residual=RESIDUAL),
+    silent_pipeline=SILENT_PIPELINE,
+)

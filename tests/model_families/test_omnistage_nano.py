@@ -1,0 +1,123 @@
+"""omnistage-nano out of its parts: a checkpoint that sees gets ears and a voice, and opens as its family."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
+from model_families.default_model.shipped import read_shipped, write_shipped
+from model_families.registry import open_family
+from training.speaking.convert import code2wav_tensors, sections, talker_tensors
+from training.speaking.decoder import new_decoder
+from training.speaking.sizes import TINY
+from training.speaking.talker import TalkerNet
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}{{- message.content -}}{%- else -%}
+{%- for part in message.content -%}
+            {%- if part.type == 'image' -%}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'text' -%}
+                {{- part.text -}}
+            {%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+def _whisper(folder):
+    """An encoder of Whisper tiny.en's shape."""
+    width, inner = EARS["d_model"], EARS_MORE["encoder_ffn_dim"]
+    shapes = {"conv1": (width, EARS["num_mel_bins"], 3), "conv2": (width, width, 3), "layer_norm": (width,)}
+    for layer in range(EARS["encoder_layers"]):
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes[f"layers.{layer}.self_attn.{part}"] = (width, width)
+        shapes |= {f"layers.{layer}.fc1": (inner, width), f"layers.{layer}.fc2": (width, inner)}
+        shapes |= {f"layers.{layer}.{n}": (width,) for n in ("self_attn_layer_norm", "final_layer_norm")}
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[f"model.encoder.{name}.weight"] = torch.randn(shape) * 0.02
+        if "k_proj" not in name:
+            tensors[f"model.encoder.{name}.bias"] = torch.zeros(shape[0])
+    tensors["model.encoder.embed_positions.weight"] = torch.zeros(1500, width)
+    tensors["model.decoder.embed_tokens.weight"] = torch.zeros(2, width)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parts(tiny, tmp_path_factory):
+    """What sees, and the folder made of it."""
+    folder = tmp_path_factory.mktemp("nano_parts")
+    seeing = tiny("qwen2_5_vl", num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    width = json.loads((seeing / "config.json").read_text())["text_config"]["hidden_size"]
+    sizes = replace(TINY, talker=replace(TINY.talker, text_width=width))
+    torch.manual_seed(2)
+    speaking = folder / "speaking.safetensors"
+    write_shipped(speaking, talker_tensors(TalkerNet(sizes)) | code2wav_tensors(new_decoder(sizes)))
+    speaking.with_suffix(".json").write_text(json.dumps(sections(sizes)))
+    seen = folder / "seeing"
+    seen.mkdir()
+    for path in seeing.iterdir():
+        (seen / path.name).write_bytes(path.read_bytes())
+    (seen / "chat_template.jinja").write_text(TEMPLATE)
+    whisper = folder / "whisper"
+    whisper.mkdir()
+    make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking)
+    return seen, folder / "omni"
+
+
+def test_all_of_it_loads(parts):
+    family = open_family(parts[1])
+    assert family.name == "omnistage_nano"
+    assert family.speech is not None
+    assert (family.speech.sample_rate, family.speech.frames_per_s) == (24_000, 12.5)
+    assert family.speech.voices == ("heart",)
+    family.check_weights()
+    family.load_decoder(CPU, torch.float32, "reference")
+    for stage in ("vision", "audio"):
+        assert family.load_encoder(stage, CPU, torch.float32).embedding_width == 64
+    assert family.load_talker(CPU, torch.float32, "reference").config.residual.temperature < 1
+    vocoder = family.load_vocoder(CPU, torch.float32)
+    pcm = vocoder.decode_whole(torch.zeros(3, TINY.num_groups, dtype=torch.int64))
+    assert pcm.shape == (3 * 1920 - vocoder.withheld,)
+
+
+def test_words_stay_what_they_were(parts):
+    seeing, omni = (load_file(folder / "model.safetensors") for folder in parts)
+    name = next(name for name in seeing if name.endswith("embed_tokens.weight"))
+    words = seeing[name].bfloat16()
+    tokenizer = AutoTokenizer.from_pretrained(parts[1])
+    ids = dict(zip(NEW_TOKENS, tokenizer.convert_tokens_to_ids(list(NEW_TOKENS)), strict=True))
+    found = omni["thinker.model.embed_tokens.weight"]
+    assert torch.equal(found[: ids["<|audio_start|>"]], words[: ids["<|audio_start|>"]])
+    for token, row in TTS_ROWS.items():
+        assert torch.equal(found[ids[token]], words[row])
+
+
+def test_the_template_takes_sound(parts):
+    tokenizer = AutoTokenizer.from_pretrained(parts[1])
+    turn = {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "hi"}]}
+    text = tokenizer.apply_chat_template([turn], tokenize=False)
+    assert "<|audio_start|><|audio_pad|><|audio_end|>hi" in text
+
+
+def test_shipped_weights_come_back_with_the_names_they_had(tmp_path):
+    tensors = {"a.weight": torch.randn(4, 6), "a.bias": torch.ones(4), "layer.scale": torch.full((4,), 0.5)}
+    write_shipped(tmp_path / "w.safetensors", tensors)
+    found = read_shipped(tmp_path / "w.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        torch.testing.assert_close(found[name], value, rtol=0.02, atol=0.02)

@@ -1,0 +1,75 @@
+"""The corpus as the workers of `synthesis` write it: read while it grows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from training.speaking.phonetics import FRAME, Codes
+from training.speaking.sizes import NANO, SAMPLE_RATE
+
+Pcm = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class Utterance:
+    text: str
+    file: int
+    start: int
+    num_samples: int  # whole frames of codes
+
+    @property
+    def num_frames(self) -> int:
+        return self.num_samples // FRAME
+
+
+class Corpus:
+    """What the workers have written so far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._at: dict[Path, int] = {}
+        self.utterances: list[Utterance] = []
+
+    def refresh(self) -> list[Utterance]:
+        """The new ones, which are in `utterances` too."""
+        fresh = [found for path in sorted(self._folder.glob("*.jsonl")) for found in self._new_lines(path)]
+        self.utterances += fresh
+        return fresh
+
+    def _new_lines(self, path: Path) -> Iterator[Utterance]:
+        with path.open("rb") as file:
+            file.seek(self._at.get(path, 0))
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at[path] = self._at.get(path, 0) + len(whole)
+        for line in whole.splitlines():
+            text, start, num_samples = json.loads(line)
+            yield Utterance(text, int(path.stem), start, num_samples)
+
+    def sound(self, utterance: Utterance) -> Pcm:
+        path = self._folder / f"{utterance.file}.pcm"
+        return np.fromfile(path, np.int16, utterance.num_samples, offset=2 * utterance.start)
+
+    def codes(self, utterance: Utterance) -> Codes:
+        path, groups = self._folder / f"{utterance.file}.codes", NANO.num_groups
+        first, count = utterance.start // FRAME * groups, utterance.num_frames * groups
+        return np.fromfile(path, np.int16, count, offset=2 * first).reshape(-1, groups)
+
+    @property
+    def hours(self) -> float:
+        return sum(found.num_samples for found in self.utterances) / SAMPLE_RATE / 3600
+
+    def wait(self, hours: float, limit_s: float) -> None:
+        end_s = time.monotonic() + limit_s
+        while self.hours < hours:
+            if time.monotonic() > end_s:
+                raise SystemExit(f"after {limit_s} s there are only {self.hours:.3f} hours of speech")
+            time.sleep(0.5)
+            self.refresh()

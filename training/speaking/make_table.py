@@ -1,0 +1,79 @@
+"""Takes the text embeddings that training needs out of the language model's published file.
+
+`python -m training.speaking.make_table GGUF OUT --tokenizer tokenizer.json`: a row is 576 integers and one
+scale for
+every 32 of them, which is what the published file holds: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from hibari.tts import ASSETS
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from training.speaking.prompts import COPIED
+from training.speaking.sentences import Sentences
+from training.speaking.table import GROUP
+from training.speaking.vocabulary import VERBS, past, third
+from training.speaking.words import load_words
+
+SAMPLED = 40_000  # sentences whose tokens are kept
+
+
+def needed_tokens(tokenizer: Tokenizer) -> list[int]:
+    words = load_words(Path(ASSETS), tokenizer)
+    plain = [*words.common, *words.rare, *words.plurals, *VERBS, *map(third, VERBS), *map(past, VERBS)]
+    sentences = Sentences(words)
+    texts = [
+        form for word in plain for form in (word, f" {word}", word.capitalize(), f" {word.capitalize()}")
+    ]
+    texts += [sentences.sentence(index) for index in range(SAMPLED)]
+    texts += [f" {sentences.sentence(index)}" for index in range(SAMPLED)]
+    texts += [
+        "<|im_start|>system\n",
+        "<|im_start|>user\nRead this text aloud:\n",
+        "<|im_start|>assistant\n<|im_end|>",
+    ]
+    found = {
+        token
+        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
+        for token in encoding.ids
+    }
+    return sorted(found | set(COPIED.values()) | set(range(17, 300)))
+
+
+def write_table(gguf: Path, tokenizer: Path, out: Path) -> None:
+    published = next(one for one in GGUFReader(gguf).tensors if one.name == "token_embd.weight")
+    blocks = np.asarray(published.data).reshape(
+        len(published.data), -1, 2 + GROUP
+    )  # Q8_0: a float16, 32 bytes
+    ids = needed_tokens(Tokenizer.from_file(str(tokenizer)))
+    kept = np.ascontiguousarray(blocks[ids])
+    scales = np.ascontiguousarray(kept[..., :2]).view(np.float16)[..., 0]
+    rows = np.ascontiguousarray(kept[..., 2:]).view(np.int8).reshape(len(ids), -1)
+    tensors = {
+        "ids": torch.tensor(ids),
+        "rows": torch.from_numpy(rows),
+        "scales": torch.from_numpy(scales.copy()),
+    }
+    save_file(tensors, out)
+    print(f"{len(ids)} rows in {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gguf", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    arguments = parser.parse_args()
+    write_table(arguments.gguf, arguments.tokenizer, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

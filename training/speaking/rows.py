@@ -1,0 +1,68 @@
+"""Batches of rows as the talker sees them, gathered on the device from flat arrays of text and codes.
+
+Shapes: B sequences, L rows, T frames, Q groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from training.speaking.prompts import OPENING
+from training.speaking.sizes import Sizes
+from training.speaking.talker import TalkerNet
+
+EMPTY_TARGET = -100
+OPENING_CODES = ("nothink", "think_bos", "think_eos", "voice", "pad", "bos")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    text_BL: Tensor  # places in the text table
+    opening_BL: Tensor  # control codes beside the last rows of the prompt, -1 elsewhere
+    heard_BLQ: Tensor  # the frame before, -1 where there is none
+    target_BLQ: Tensor  # the frame to draw; the first group of the last one is the end
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    sizes: Sizes
+    text_R: Tensor  # places in the text table, of all examples
+    codes_TQ: Tensor  # of all examples
+    pad: int  # place of the pad row
+
+    def batch(self, starts: npt.NDArray[np.int64]) -> Batch:
+        """A row of `starts` is an example: first row of text, rows, of them prompt, first frame, frames."""
+        device, control = self.text_R.device, self.sizes.control
+        longest = int((starts[:, 2] + starts[:, 4]).max())
+        row, rows, prompt, code, frames = torch.from_numpy(starts).to(device).T[..., None]
+        place_L = torch.arange(longest, device=device)
+        text_BL = self.text_R[(row + place_L).clamp(max=len(self.text_R) - 1)]
+        text_BL = torch.where(place_L < rows, text_BL, self.pad).long()
+        opening = torch.tensor([control[name] for name in OPENING_CODES], device=device)
+        into = place_L - (prompt - OPENING)
+        opening_BL = torch.where((into >= 0) & (into < OPENING), opening[into.clamp(0, OPENING - 1)], -1)
+        frame_BL = place_L - prompt  # the one that is heard
+        heard_BLQ = self._frames(code, frame_BL, (frame_BL >= 0) & (frame_BL < frames))
+        drawn_BL = frame_BL + 1
+        target_BLQ = self._frames(code, drawn_BL, (drawn_BL >= 0) & (drawn_BL < frames))
+        target_BLQ = torch.where(target_BLQ < 0, EMPTY_TARGET, target_BLQ)
+        target_BLQ[..., 0] = torch.where(drawn_BL == frames, control["eos"], target_BLQ[..., 0])
+        return Batch(text_BL, opening_BL, heard_BLQ, target_BLQ)
+
+    def _frames(self, first: Tensor, at_BL: Tensor, there_BL: Tensor) -> Tensor:
+        index_BL = torch.where(there_BL, first + at_BL, 0)
+        return torch.where(there_BL[..., None], self.codes_TQ[index_BL].long(), -1)
+
+
+def input_rows(net: TalkerNet, table_VX: Tensor, nothing: int, batch: Batch) -> Tensor:
+    """[B, L, H]: what the server's talker hears at each row."""
+    text_BLH: Tensor = net.text_projection(table_VX[batch.text_BL])
+    text_BLH = text_BLH * (batch.text_BL != nothing)[..., None]
+    opening_BLH = net.embed_first(batch.opening_BL.clamp(min=0)) * (batch.opening_BL >= 0)[..., None]
+    heard_BLH = net.embed_frames(batch.heard_BLQ.clamp(min=0)) * (batch.heard_BLQ[..., :1] >= 0)
+    return text_BLH + (opening_BLH + heard_BLH).to(text_BLH.dtype)

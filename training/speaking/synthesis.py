@@ -1,0 +1,112 @@
+"""Speaks the training sentences, many workers at once, by the speech package.
+
+`python -m training.speaking.synthesis DIR --worker 0 --workers 13 --tokenizer tokenizer.json` writes until
+it is
+stopped or `--seconds` are over. A file pair per worker: `N.pcm` (int16) and `N.jsonl` (text, first sample,
+count).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from hibari import Hibari, dsp
+from hibari.tts import ASSETS
+from tokenizers import Tokenizer
+
+from training.speaking.corpus import Pcm
+from training.speaking.phonetics import FRAME, Codes, frame_codes
+from training.speaking.sentences import Sentences
+from training.speaking.sizes import SAMPLE_RATE
+from training.speaking.words import load_words
+
+TAIL = 555  # samples by which the decoder's streams end early
+GAIN = 2.0  # the package speaks softly
+LONGEST_S, SHORTEST_S = 14.0, 0.3
+
+
+class Voice:
+    """The speech package, asked for the durations of its phonemes as well."""
+
+    def __init__(self) -> None:
+        self._hibari = Hibari()
+        model = onnx.load(self._hibari.model_path)
+        durations = [node.output[0] for node in model.graph.node if node.op_type == "Clip"]
+        assert len(durations) == 1, "the package's model is another one than expected"
+        model.graph.output.append(onnx.helper.make_empty_tensor_value_info(durations[0]))
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+
+    def __call__(self, text: str, seed: int) -> tuple[Pcm, Codes]:
+        """Whole frames of sound, and their codes. The same for ever."""
+        random = np.random.default_rng(seed)
+        sounds, symbols, units, pitches = [], [], [], []
+        for phonemes in self._hibari.phonemize(text):
+            ids = self._hibari.ids(phonemes)
+            speed = np.ones(1, np.float32)
+            *spectra, durations = self._session.run(None, {"ids": np.array([ids]), "speed": speed})
+            parts = [spectrum[0] for spectrum in spectra]
+            sounds.append(np.asarray(dsp.synth(*parts, random), np.float32) * GAIN)
+            symbols.append(np.array(ids))
+            units.append(durations.reshape(-1).astype(np.int64))
+            pitches.append(parts[-1])
+        if not sounds:
+            return np.zeros(0, np.int16), np.zeros((0, 0), np.int16)
+        sound = np.concatenate(sounds)
+        num_frames = -(-(len(sound) + TAIL) // FRAME)
+        whole = np.zeros(num_frames * FRAME, dtype=np.float32)
+        whole[: len(sound)] = sound.clip(-0.99, 0.99)
+        codes = frame_codes(np.concatenate(symbols), np.concatenate(units), np.concatenate(pitches), whole)
+        return (whole * 32767).astype(np.int16), codes
+
+
+def open_sentences(tokenizer: Path) -> Sentences:
+    return Sentences(load_words(Path(ASSETS), Tokenizer.from_file(str(tokenizer))))
+
+
+def write(folder: Path, worker: int, workers: int, seconds: float, sentences: Sentences) -> None:
+    voice, start = Voice(), 0
+    end_s = time.monotonic() + seconds
+    with (
+        (folder / f"{worker}.pcm").open("wb") as sound,
+        (folder / f"{worker}.codes").open("wb") as said,
+        (folder / f"{worker}.jsonl").open("w") as index,
+    ):
+        for number, text in enumerate(sentences.training(worker, workers)):
+            if time.monotonic() > end_s:
+                return
+            pcm, codes = voice(text, seed=number)
+            if not SHORTEST_S <= len(pcm) / SAMPLE_RATE <= LONGEST_S:
+                continue
+            sound.write(pcm.tobytes())
+            sound.flush()
+            said.write(codes.tobytes())
+            said.flush()
+            index.write(json.dumps([text, start, len(pcm)]) + "\n")
+            index.flush()
+            start += len(pcm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    sentences = open_sentences(arguments.tokenizer)
+    write(arguments.folder, arguments.worker, arguments.workers, arguments.seconds, sentences)
+
+
+if __name__ == "__main__":
+    main()
