@@ -4,13 +4,13 @@ Everything else is as with any worker on another machine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -41,6 +41,8 @@ class _Agent:
         logging.basicConfig(
             level=logging.INFO, format=f"%(asctime)s %(levelname)s agent of {name}: %(message)s"
         )
+        with contextlib.suppress(PermissionError):  # Ray's own are the last to get a core; who serves is not
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         front = urlsplit(endpoint)
         assert front.hostname is not None
         assert front.port is not None
@@ -123,7 +125,7 @@ async def _result(ref: _Ref) -> object:
     return await asyncio.wrap_future(ref.future())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _its_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -41,7 +41,7 @@ def deployment_of(vision: str, thinker: str, connector: str = "auto") -> Deploym
         (("cuda:0", "cuda:1"), "nixl", "one", "inproc"),  # in one process there is nothing to cross
         (("cpu", "cpu"), "auto", "per-stage", "shm"),
         (("cuda:0", "cpu"), "auto", "per-stage", "shm"),
-        (("cuda:0", "cuda:1"), "auto", "per-stage", "shm"),
+        (("cuda:0", "cuda:1"), "auto", "per-stage", "cuda_ipc"),
         (("cuda:0", "cuda:1"), "cuda_ipc", "per-stage", "cuda_ipc"),
         (("cuda:0", "cuda:1"), "shm", "per-stage", "shm"),
     ],
@@ -61,11 +61,11 @@ def test_gpus_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pyte
     apart, one = ("cuda:0", "cuda:1"), ("cuda:1", "cuda:1")
     for devices, chosen in ((apart, "shm"), (one, "cuda_ipc")):
         deployment = deployment_of(*devices)
-        groups = group_stages(deployment, "per-stage")
+        groups = group_stages(deployment, ServeOptions(workers="per-stage"))
         assert choose_connectors(deployment, [EDGE], groups) == {EDGE: chosen}
     deployment = deployment_of(*apart, "cuda_ipc")
     with pytest.raises(DeploymentError, match="take 'shm'"):
-        choose_connectors(deployment, [EDGE], group_stages(deployment, "per-stage"))
+        choose_connectors(deployment, [EDGE], group_stages(deployment, ServeOptions(workers="per-stage")))
 
 
 @pytest.mark.parametrize(
