@@ -45,6 +45,7 @@ def plan_of(patch: pytest.MonkeyPatch, model: Path, file: str, gpus: int, gib: f
     free = int(gib * (1 << 30))
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: gpus)
+    patch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     patch.setattr(planning, "open_family", opened)
     patch.setattr(planning, "take_census", counted)
@@ -67,7 +68,7 @@ def test_it_fits_and_its_edges_have_connectors(
         pytest.skip("the extra omnistage[nixl] is not installed")
     groups = group_stages(plan.deployment, plan.options)
     chosen = choose_connectors(plan.deployment, plan.chunk_edges, groups)
-    assert set(chosen.values()) <= ({"nixl"} if plan.elsewhere else {"inproc", "shm"})
+    assert set(chosen.values()) <= ({"nixl"} if plan.elsewhere else {"inproc", "shm", "cuda_ipc"})
     assert {stage.device for stage in plan.stages} == {f"cuda:{i}" for i in range(gpus)}
     with pytest.raises(DeploymentError, match=r"^device cuda:"):
         plan_of(monkeypatch, shapes(shape), file, gpus, 8)
