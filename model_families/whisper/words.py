@@ -16,6 +16,8 @@ Word = tuple[str, int]  # its text, its number of tokens
 
 def words_of(token_ids: Sequence[int], bytes_of: Callable[[int], bytes], language: str) -> list[Word]:
     """The words' texts joined are the tokens' text; their numbers of tokens add up."""
+    if not token_ids:
+        return []
     pieces = _whole_characters(token_ids, bytes_of)
     if language not in UNSPACED:
         pieces = _joined(
@@ -35,8 +37,12 @@ def _whole_characters(token_ids: Sequence[int], bytes_of: Callable[[int], bytes]
         if text := decoder.decode(bytes_of(token_id)):
             pieces.append((text, count))
             count = 0
+    tail = decoder.decode(b"", final=True)
     if count:
-        pieces.append((decoder.decode(b"", final=True), count))
+        pieces.append((tail, count))
+    else:
+        text, count = pieces[-1]
+        pieces[-1] = (text + tail, count)
     return pieces
 
 
