@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,11 +76,11 @@ async def speak(
 
 
 class FramesHeard(dict[str, list[tuple[int, ...]]]):
-    """Codec frames by request id. `more` is set when some come."""
+    """Codec frames by request id. `more` is set when some come, on the vocoder's thread."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.more = asyncio.Event()
+        self.more = threading.Event()
 
 
 @contextmanager
