@@ -2,10 +2,11 @@
 
     python -m benchmarks.components.speech_death --url URL [--stage talker] [--concurrency 16] [--after-s 4]
 
-Runs on the server's machine. A stream's pause is the time from the kill to the first sound that it has
-after it;
-streams that had all their sound by then have none. Requests that begin after the kill wait for the new
-worker.
+Runs on the server's machine. A stream's pause is its longest time without a packet that ended after the
+kill (what
+had left the stage by then still comes), beside its longest one that ended before. Streams that had all
+their sound
+by then have none; requests that begin after the kill wait for the new worker.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -52,6 +54,7 @@ class DeathReport(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]
     under_way: int
     pause_ms: Summary | None
+    gap_before_ms: Summary | None  # the longest of each stream until the kill
     underrun_ms: Summary | None
     first_packet_after_ms: Summary | None  # of requests begun before the kill that had had no sound
     restarts: int
@@ -97,13 +100,16 @@ async def measure(args: argparse.Namespace, clock: Clock) -> DeathReport:
 
 
 def report_of(heard: Sequence[Heard], killed_s: float, stage: str, restarts: int) -> DeathReport:
-    pauses, waits, underruns, under_way = [], [], [], 0
+    pauses, before, waits, underruns, under_way = [], [], [], [], 0
     for one in heard:
         times = [packet.at_s for packet in one.packets if packet.pcm]
         later = [at_s for at_s in times if at_s > killed_s]
         if times and times[0] <= killed_s and later:
             under_way += 1
-            pauses.append((later[0] - killed_s) * 1e3)
+            gaps = [(b - a, b) for a, b in pairwise(times)]
+            pauses.append(max(gap for gap, end_s in gaps if end_s > killed_s) * 1e3)
+            if times[1] <= killed_s:
+                before.append(max(gap for gap, end_s in gaps if end_s <= killed_s) * 1e3)
         elif later and one.started_s <= killed_s:
             waits.append((later[0] - one.started_s) * 1e3)
         playback = play(one.packets, one.started_s, SAMPLE_RATE)
@@ -115,6 +121,7 @@ def report_of(heard: Sequence[Heard], killed_s: float, stage: str, restarts: int
         failures=dict(Counter(one.failure.label for one in heard if one.failure is not None)),
         under_way=under_way,
         pause_ms=summarize(pauses),
+        gap_before_ms=summarize(before),
         underrun_ms=summarize(underruns),
         first_packet_after_ms=summarize(waits),
         restarts=restarts,
@@ -125,6 +132,7 @@ def format_report(report: DeathReport) -> str:
     rows = []
     for name, summary in (
         ("pause, ms", report.pause_ms),
+        ("longest gap before, ms", report.gap_before_ms),
         ("underrun of a listener, ms", report.underrun_ms),
         ("first packet of those that waited, ms", report.first_packet_after_ms),
     ):
