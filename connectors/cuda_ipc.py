@@ -26,8 +26,9 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,7 @@ from contracts.errors import EngineError, PeerLost
 
 EXPORT_BYTES = 4 << 10
 DEVICE_ALIGNMENT = 256
+SOON_NS = 50_000  # less than waking a thread takes
 POOL_GRANULE = 2 << 20  # what the driver shares memory by: nothing else of the process lies in a pool's pages
 HOST_POOL_BYTES = 4 << 20  # for tensors of the host, which are small beside those of a device
 
@@ -58,6 +60,16 @@ class CudaIpcDescription(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     receiver_device: str
 
 
+class Copying(Protocol):
+    """Copies under way on a device; may be asked by any thread."""
+
+    def is_complete(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Blocks until they are complete."""
+        ...
+
+
 class SendLane(Protocol):
     """The sender's device, and its pool there."""
 
@@ -67,10 +79,8 @@ class SendLane(Protocol):
 
     def export(self) -> bytes: ...
 
-    def write(self, parts: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
-        """Copies to offsets of the pool, in the order of the current stream; what is returned blocks until
-        they
-        are complete, and may be called by any thread."""
+    def write(self, parts: Sequence[tuple[int, Tensor]]) -> Copying:
+        """Copies to offsets of the pool, in the order of the current stream."""
         ...
 
     def close(self, *, is_read: bool) -> None:
@@ -160,7 +170,7 @@ class _PackedForDevice(Packed, frozen=True):
 class _Copy:
     """Under way on the device, for the thread that waits for it."""
 
-    wait: Callable[[], None]
+    copying: Copying
     held: _Held
     loop: asyncio.AbstractEventLoop
 
@@ -260,17 +270,20 @@ class CudaIpcSender(ShmSender):
         offset = self._device_span.get(slot, 0)
         self._ring.put_device_offset(slot, offset)
         places = _places(offset, [tensor.nbytes for tensor in packed.on_device])
-        wait = self._lane.write(list(zip(places, packed.on_device, strict=True)))
+        copying = self._lane.write(list(zip(places, packed.on_device, strict=True)))
+        if not self._held and _completes_soon(copying):
+            self._announce(slot)
+            return
         self._held.append(_Held(slot, is_complete=False))
         if self._thread is None:
             self._thread = threading.Thread(target=self._await_copies, name=f"edge {self._room.name}")
             self._thread.start()
-        self._copies.put(_Copy(wait, self._held[-1], asyncio.get_running_loop()))
+        self._copies.put(_Copy(copying, self._held[-1], asyncio.get_running_loop()))
 
     def _await_copies(self) -> None:
         """The thread."""
         while (copy := self._copies.get()) is not None:
-            copy.wait()
+            copy.copying.wait()
             with contextlib.suppress(RuntimeError):  # the loop has ended: `close` sees to the rest
                 copy.loop.call_soon_threadsafe(self._completed, copy.held)
 
@@ -346,6 +359,15 @@ class CudaIpcReceiver(ShmReceiver):
     def _device_headers(self, slot: int) -> tuple[TensorHeader, ...]:
         body_offset, header_nbytes, _ = self._ring.preamble(slot)
         return wire.read_header(self._ring.memory, body_offset, header_nbytes).device_tensors
+
+
+def _completes_soon(copying: Copying) -> bool:
+    """What was computed long ago is copied sooner than a thread is woken."""
+    end_ns = time.monotonic_ns() + SOON_NS
+    while not copying.is_complete():
+        if time.monotonic_ns() > end_ns:
+            return False
+    return True
 
 
 def _places(offset: int, sizes: Sequence[int]) -> list[int]:

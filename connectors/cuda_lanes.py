@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,17 @@ from connectors.cuda_driver import DeviceContext
 from connectors.cuda_ipc import CudaIpcDescription, CudaIpcReceiver, CudaIpcSender
 from connectors.wire import DTYPES
 from contracts.chunks import TensorHeader
+
+
+class CopyEvent:
+    def __init__(self, done: torch.cuda.Event) -> None:
+        self._done = done
+
+    def is_complete(self) -> bool:
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._done.synchronize()
 
 
 class CudaSendLane:
@@ -29,7 +40,7 @@ class CudaSendLane:
     def export(self) -> bytes:
         return self._context.handle_of(self._pool)
 
-    def write(self, parts: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+    def write(self, parts: Sequence[tuple[int, Tensor]]) -> CopyEvent:
         stream = torch.cuda.current_stream(self._device)
         for offset, tensor in parts:
             plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -38,7 +49,7 @@ class CudaSendLane:
                 self._context.copy(target, plain.data_ptr(), plain.nbytes, stream.cuda_stream)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # whoever waits sleeps
         done.record(stream)
-        return done.synchronize
+        return CopyEvent(done)
 
     def close(self, *, is_read: bool) -> None:
         if not is_read:  # else the memory goes with this process, as the receiver's mapping does with it

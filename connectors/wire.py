@@ -40,6 +40,7 @@ class Memory:
         self.data = torch.frombuffer(pages, dtype=torch.uint8)
         self.address = self.data.data_ptr()
         self.pinned = False
+        self._registered = False  # by us
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -57,17 +58,21 @@ class Memory:
         return whole.as_strided(shape, _strides(shape), offset // dtype.itemsize)
 
     def pin(self) -> None:
-        """Registers the pages with CUDA, so that copies from and to a GPU run at full speed. Idempotent."""
+        """Registers the pages with CUDA, so that copies from and to a GPU run at full speed. Idempotent. UCX
+        registers the memory of a NIXL edge itself, and takes it back itself."""
         if not self.pinned:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostRegister(self.address, len(self.pages), 0)))
+            if not self.data.is_pinned():
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                torch.cuda.check_error(int(runtime.cudaHostRegister(self.address, len(self.pages), 0)))
+                self._registered = True
             self.pinned = True
 
     def unpin(self) -> None:
-        if self.pinned:
+        if self._registered:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(runtime.cudaHostUnregister(self.address)))
-            self.pinned = False
+            self._registered = False
+        self.pinned = False
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

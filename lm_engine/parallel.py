@@ -61,8 +61,7 @@ class TensorParallel(Protocol):
 
     def apart(self) -> AbstractContextManager[None]:
         """Within it this rank adds nothing up: for steps whose results nobody wants. From one thread; the
-        steps
-        may run on any."""
+        steps may run on any."""
         ...
 
 
@@ -73,8 +72,8 @@ class _Work(Protocol):
 class _Group(Protocol):
     """What is used of torch's process groups, which torch does not type."""
 
-    def allreduce(self, tensors: list[Tensor], options: object = ...) -> _Work: ...
-    def broadcast(self, tensors: list[Tensor], options: object) -> _Work: ...
+    def allreduce(self, tensors: list[Tensor], options: object) -> _Work | None: ...
+    def broadcast(self, tensors: list[Tensor], options: object) -> _Work | None: ...
 
 
 class RankGroup:
@@ -103,20 +102,20 @@ class RankGroup:
     def add_up(self, part: Tensor) -> Tensor:
         part = part.contiguous()
         if not self._is_apart:
-            self._group.allreduce([part], _allreduce_options()).wait()
+            _wait(self._group.allreduce([part], _allreduce_options()))
         return part
 
     def share(self, tensor: Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = False
-        self._group.broadcast([tensor], options).wait()
+        _wait(self._group.broadcast([tensor], options))
 
     def smallest(self, value: int) -> int:
         options = _allreduce_options()
         options.reduceOp = distributed.ReduceOp.MIN  # type: ignore[assignment]
         found = torch.tensor([value], device=self._device)
-        self._group.allreduce([found], options).wait()
+        _wait(self._group.allreduce([found], options))
         return int(found.item())
 
     @contextmanager
@@ -126,6 +125,12 @@ class RankGroup:
             yield
         finally:
             self._is_apart = False
+
+
+def _wait(work: _Work | None) -> None:
+    """NCCL has none for what it does in the order of the current stream (torch 2.11)."""
+    if work is not None:
+        work.wait()
 
 
 def _allreduce_options() -> distributed.AllreduceOptions:

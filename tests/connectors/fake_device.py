@@ -23,6 +23,17 @@ def export(thing: object) -> bytes:
     return handle
 
 
+class FakeCopying:
+    def __init__(self, done: threading.Event) -> None:
+        self._done = done
+
+    def is_complete(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        assert self._done.wait(TIMEOUT_S)
+
+
 class FakeSendLane:
     def __init__(self, nbytes: int) -> None:
         self.pool = torch.zeros(nbytes, dtype=torch.uint8)
@@ -39,17 +50,13 @@ class FakeSendLane:
     def export(self) -> bytes:
         return export(self)
 
-    def write(self, parts: Sequence[tuple[int, Tensor]]) -> Callable[[], None]:
+    def write(self, parts: Sequence[tuple[int, Tensor]]) -> FakeCopying:
         for offset, tensor in parts:
             data = tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).clone()
             self._stream.put(lambda o=offset, d=data: self.pool[o : o + len(d)].copy_(d))
         done = threading.Event()
         self._stream.put(done.set)
-
-        def wait() -> None:
-            assert done.wait(TIMEOUT_S)
-
-        return wait
+        return FakeCopying(done)
 
     def close(self, *, is_read: bool) -> None:
         self.was_read = is_read
