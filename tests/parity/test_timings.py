@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.omni_oracle import Heard, sound
 from tests.served import Served, Shape, picture
-from tests.spoken import sound, speak
+from tests.spoken import speak
 
 SETTINGS = ("thinker.kv_memory=8MiB", "talker.kv_memory=8MiB", "preprocess.workers=1")
 STAGES = ("vision", "audio", "thinker", "talker", "vocoder")
@@ -19,7 +20,7 @@ EDGES = ("vision->thinker", "audio->thinker", "thinker->talker", "talker->vocode
 def test_waits_show_between_the_stages_and_in_them(tiny_omni: Callable[..., Path], shape: Shape) -> None:
     """SCH-14."""
     with Served(tiny_omni("qwen3_omni_moe"), *SETTINGS, workers=shape) as served:
-        question = [("user", [picture(1), "what is it?", sound(2, 0.5)])]
+        question = [("user", [picture(1), "what is it?", Heard(sound(2, 0.5))])]
         answer = served.run(speak(served, question, max_tokens=6, ignore_eos=True))
         assert answer.pcm
         served.assert_clean()  # asks every stage, so what it told before has come
