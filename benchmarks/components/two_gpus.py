@@ -74,11 +74,11 @@ CHAT = (
     Server("one GPU, two processes", CHAT_MODEL, "one-gpu-two-processes.toml", "1", 1),
     Server("apart on two GPUs", CHAT_MODEL, "two-gpus.toml", "0,1"),
     Server(
-        "apart, cuda_ipc",
+        "apart, shared memory",
         CHAT_MODEL,
         "two-gpus.toml",
         "0,1",
-        replace=('connector = "auto"', 'connector = "cuda_ipc"'),
+        replace=('connector = "auto"', 'connector = "shm"'),
     ),
     Server("two replicas", CHAT_MODEL, "two-gpus-replicas.toml", "0,1"),
     Server("tensor parallel 2", CHAT_MODEL, "two-gpus-tensor-parallel.toml", "0,1"),
