@@ -114,13 +114,10 @@ class CapturedDecodes:
         return captured.logits_RV[:num_rows], Sampled(token_R, valid_R, None)
 
     def compile_all(self) -> None:
-        from lm_engine.triton.launch import compiling_alone
-
         if missing := self._missing():
-            with compiling_alone():
-                self._compile(missing[0])
-                with device_thread(self._table.device, "compile", COMPILE_THREADS) as threads:
-                    list(threads.map(self._compile, missing[1:]))
+            self._compile(missing[0])
+            with device_thread(self._table.device, "compile", COMPILE_THREADS) as threads:
+                list(threads.map(self._compile, missing[1:]))
 
     def capture_all(self) -> int:
         with torch.inference_mode():

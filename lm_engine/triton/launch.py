@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,18 +12,6 @@ from lm_engine.triton.cache import keep_launchers
 
 keep_launchers()
 Precision = Literal["tf32", "ieee"]
-
-
-@contextmanager
-def compiling_alone() -> Iterator[None]:
-    """One process of this host at a time: replicas that started together and compiled the same kernels into
-    one
-    cache were seen to be given each other's launchers. Who comes later finds what it needs."""
-    folder = Path(triton.knobs.cache.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "omnistage.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # goes with the file, and so with the process
-        yield
 
 
 def interpreted() -> bool:
