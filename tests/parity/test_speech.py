@@ -287,7 +287,7 @@ def test_a_given_text_sounds_as_if_it_had_been_sampled(
         sampled = roomy.run(speak(roomy, turns, max_tokens=MAX_TOKENS))
         words = sampled.tokens[:-1] if sampled.finish == "stop" else sampled.tokens
         with monkeypatch.context() as context:  # the tiny tokenizer does not give these tokens back
-            context.setattr(roomy.service, "_forced", lambda speech, words=words: tuple(words))
+            context.setattr(roomy.service._prompts, "forced", lambda speech, words=words: tuple(words))
             spoken = roomy.run(speak(roomy, turns, verbatim="those words"))
         assert (spoken.tokens, spoken.finish) == ([], "stop")
         assert heard[spoken.request_id] == heard[sampled.request_id]
