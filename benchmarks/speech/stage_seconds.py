@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from benchmarks.wire.connection import HttpPool
 
-# Counters of seconds with a label that says whose they are.
-_COUNTER = re.compile(r"^omnistage:(?P<what>\w+)_seconds_total\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.M)
+# Counters and sums of histograms, of seconds, with a label that says whose they are.
+_COUNTER = re.compile(
+    r"^omnistage:(?P<what>\w+)_seconds_(?:total|sum)\{(?P<labels>[^}]*)\}\s+(?P<value>\S+)", re.M
+)
 _OWNER = re.compile(r'\b(?:stage|edge)="([^"]+)"')
 
 

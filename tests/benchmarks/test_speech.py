@@ -115,11 +115,11 @@ def test_seconds_are_those_of_the_run_by_stage_and_edge() -> None:
     text = (
         "# TYPE omnistage:busy_seconds counter\n"
         'omnistage:busy_seconds_total{model_name="m",stage="talker"} %s\n'
-        'omnistage:wait_seconds_total{edge="talker->vocoder",model_name="m"} %s\n'
+        'omnistage:edge_delivery_seconds_sum{model_name="m",stage="talker->vocoder"} %s\n'
         'omnistage:audio_seconds_total{model_name="m"} 9.0\nvllm:other_seconds_total{stage="x"} 1.0\n'
     )
     before, after = parse_seconds(text % (1.5, 2.0)), parse_seconds(text % (4.0, 2.0))
-    assert before == {"talker busy": 1.5, "talker->vocoder wait": 2.0}
+    assert before == {"talker busy": 1.5, "talker->vocoder edge delivery": 2.0}
     assert seconds_between(before, after) == {"talker busy": 2.5}
     assert seconds_between({}, after) == after
 

@@ -17,7 +17,7 @@ from tests.served import Served, Shape
 
 pytestmark = pytest.mark.slow
 
-NUM_ABORTS = 1000  # over the three shapes
+NUM_ABORTS = 1000  # in each shape
 CONCURRENCY = 16
 WARM_UP = 100  # after so many, allocators and caches have what they will ever have
 GROWTH_BYTES = 48 << 20
@@ -70,7 +70,7 @@ def test_aborts_leave_nothing(tiny: Callable[..., Path], tmp_path: Path, shape: 
         served.assert_clean()
         gc.collect()
         before = resident_bytes(sorted(pids))
-        served.run(abort_many(served, rng, NUM_ABORTS // 3 + 1))
+        served.run(abort_many(served, rng, NUM_ABORTS))
         served.assert_clean()
         gc.collect()
         growth = resident_bytes(sorted(pids)) - before
