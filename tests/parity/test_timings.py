@@ -16,7 +16,7 @@ STAGES = ("vision", "audio", "thinker", "talker", "vocoder")
 EDGES = ("vision->thinker", "audio->thinker", "thinker->talker", "talker->vocoder")
 
 
-@pytest.mark.parametrize("shape", ["one", "per-stage"])
+@pytest.mark.parametrize("shape", ["one", pytest.param("per-stage", marks=pytest.mark.slow)])
 def test_waits_show_between_the_stages_and_in_them(tiny_omni: Callable[..., Path], shape: Shape) -> None:
     """SCH-14."""
     with Served(tiny_omni("qwen3_omni_moe"), *SETTINGS, workers=shape) as served:
