@@ -72,7 +72,7 @@ class Plan:
         return next(plan for plan in self.stages if (plan.stage, plan.rank) == (name, rank))
 
 
-def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
+def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights: bool = True) -> Plan:
     """Raises BadRequest or DeploymentError, each naming what to change."""
     folder = model_folder(options)
     family = open_family(folder)
@@ -87,7 +87,8 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True) -> Plan:
     if check_memory:
         check_devices(here)
     census = take_census(folder)
-    family.check_weights()
+    if check_weights:
+        family.check_weights()
     contexts = {
         name: min(
             _decoder_of(family, name).max_position, family.context_length, lm.max_context or sys.maxsize

@@ -47,7 +47,7 @@ class _Worker:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._outbox: Mailbox[FromStage] = Mailbox()
-        plan = make_plan(setup.options, check_memory=False)  # the front process checked it
+        plan = make_plan(setup.options, check_memory=False, check_weights=False)  # the front process did
         plan = plan.with_kv_blocks(setup.kv_blocks)
         senders, receivers = open_edge_ends(setup.edges, setup.address)
         read = open_arena(setup.arena) if setup.arena is not None else no_arena
