@@ -115,20 +115,20 @@ def open_edge_ends(ends: Sequence[EdgeEnd], local_host: str = "") -> Ends:
             if end.end == "sender":  # the other end is in this worker as well
                 senders[key], receivers[key] = inproc_pair(end.edge.name, end.edge.capacity)
         elif end.end == "sender":
-            senders[key] = _open_sender(_seen_from(end.edge, local_host))
+            senders[key] = open_sender(_seen_from(end.edge, local_host))
         else:
-            receivers[key] = _open_receiver(_seen_from(end.edge, local_host))
+            receivers[key] = open_receiver(_seen_from(end.edge, local_host))
     return senders, receivers
 
 
-_Apart = ShmDescription | CudaIpcDescription | NixlDescription
+Apart = ShmDescription | CudaIpcDescription | NixlDescription
 
 
-def _seen_from(edge: _Apart, local_host: str) -> _Apart:
+def _seen_from(edge: Apart, local_host: str) -> Apart:
     return msgspec.structs.replace(edge, local_host=local_host) if isinstance(edge, NixlDescription) else edge
 
 
-def _open_sender(edge: _Apart) -> Sender:
+def open_sender(edge: Apart) -> Sender:
     match edge:
         case ShmDescription():
             return ShmSender(edge)
@@ -141,7 +141,7 @@ def _open_sender(edge: _Apart) -> Sender:
     assert_never(edge)
 
 
-def _open_receiver(edge: _Apart) -> Receiver:
+def open_receiver(edge: Apart) -> Receiver:
     match edge:
         case ShmDescription():
             return ShmReceiver(edge)

@@ -16,7 +16,8 @@ from lm_engine.model import DecoderConfig
 from model_families.census import WeightCensus, take_census
 from model_families.family import Family
 from model_families.registry import open_family
-from stages.deployment import Deployment, EncoderConfig, VocoderConfig, load_deployment, stage_of
+from stages.deployment import Deployment, EncoderConfig, VocoderConfig, stage_of
+from stages.deployment_file import load_deployment
 from stages.memory_plan import (
     TALKER_KV_SHARE,
     THINKER_KV_SHARE,

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import assert_never
 
 import msgspec
 import torch
@@ -31,11 +30,11 @@ from benchmarks.environment import describe_environment
 from benchmarks.samples import median
 from benchmarks.text_table import number, render
 from connectors.cuda_ipc import CudaIpcDescription, CudaIpcEdge
-from connectors.interface import Receiver, Sender
-from connectors.nixl import NixlDescription, NixlEdge, NixlReceiver, NixlSender
-from connectors.shm import ShmDescription, ShmEdge, ShmReceiver, ShmSender
+from connectors.nixl import NixlDescription, NixlEdge
+from connectors.shm import ShmDescription, ShmEdge
 from contracts.chunks import Chunk
 from contracts.errors import OmnistageError
+from stages.edges import open_receiver, open_sender
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB)
@@ -83,32 +82,6 @@ def make_edge(connector: str, name: str, devices: tuple[str, str]) -> Edge:
         case "cuda_ipc":
             return CudaIpcEdge.create(name, POOL_BYTES, MAX_CHUNKS, *devices)
     raise SystemExit(f"no connector {connector!r}; there are cuda_ipc, shm, nixl")
-
-
-def open_sender(edge: Description) -> Sender:
-    match edge:
-        case ShmDescription():
-            return ShmSender(edge)
-        case NixlDescription():
-            return NixlSender(edge)
-        case CudaIpcDescription():
-            from connectors.cuda_lanes import open_cuda_sender
-
-            return open_cuda_sender(edge)
-    assert_never(edge)
-
-
-def open_receiver(edge: Description) -> Receiver:
-    match edge:
-        case ShmDescription():
-            return ShmReceiver(edge)
-        case NixlDescription():
-            return NixlReceiver(edge)
-        case CudaIpcDescription():
-            from connectors.cuda_lanes import open_cuda_receiver
-
-            return open_cuda_receiver(edge)
-    assert_never(edge)
 
 
 def wait_for(device: torch.device) -> None:

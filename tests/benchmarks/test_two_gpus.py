@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.components.speech_death import report_of
-from benchmarks.components.two_gpus import CHAT, DEPLOYMENTS, SPEECH, common
+from benchmarks.components.two_gpus import common
+from benchmarks.components.two_gpus_servers import CHAT, DEPLOYMENTS, SPEECH
 from benchmarks.speech.listen import Heard
 from benchmarks.speech.playback import Packet
 from benchmarks.wire.chat_stream import Failure

@@ -8,7 +8,8 @@ import pytest
 
 from contracts.pipeline import Edge, Pipeline, StageSpec
 from model_families.graphs import omni_pipeline
-from stages.deployment import DeploymentError, load_deployment, parse_bytes
+from stages.deployment import DeploymentError, parse_bytes
+from stages.deployment_file import load_deployment
 
 PIPELINE = Pipeline(
     name="vl",

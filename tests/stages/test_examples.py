@@ -14,7 +14,8 @@ from model_families.census import take_census
 from model_families.graphs import vision_pipeline
 from model_families.registry import open_family
 from stages import planning
-from stages.deployment import DeploymentError, load_deployment
+from stages.deployment import DeploymentError
+from stages.deployment_file import load_deployment
 from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages
 from stages.planning import Plan

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from stages import placement
-from stages.deployment import (
-    Deployment,
-    DeploymentError,
-    EdgeConfig,
-    EncoderConfig,
-    LMConfig,
-    WorkerConfig,
-    load_deployment,
-)
+from stages.deployment import Deployment, DeploymentError, EdgeConfig, EncoderConfig, LMConfig, WorkerConfig
+from stages.deployment_file import load_deployment
 from stages.edges import EdgeEnd, make_edge, open_edge_ends
 from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages, hosts_elsewhere

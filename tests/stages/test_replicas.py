@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from contracts.pipeline import Edge, Pipeline, StageSpec
-from stages.deployment import DeploymentError, load_deployment
+from stages.deployment import DeploymentError
+from stages.deployment_file import load_deployment
 from stages.replicas import spread
 from tests.parity.test_matrix import A, B
 from tests.served import Served
