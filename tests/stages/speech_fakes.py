@@ -84,9 +84,11 @@ class _Thought:
 
 
 class FakeThinker:
-    """One token a step and request; the prompt's length is the answer's. `hold` keeps it from going on."""
+    """One token a step and request; the prompt's length is the answer's. A cleared `go` keeps it from going
+    on; a request that has `most_unstopped` tokens waits until it is stopped."""
 
     def __init__(self) -> None:
+        self.most_unstopped: int | None = None
         self.thoughts: dict[str, _Thought] = {}
         self.seen: list[ToStage] = []
         self.go = threading.Event()
@@ -116,8 +118,11 @@ class FakeThinker:
     def accept(self, chunk: Chunk) -> list[FromStage]:
         raise AssertionError(chunk)
 
+    def _can_go_on(self, thought: _Thought) -> bool:
+        return thought.forced or self.most_unstopped is None or thought.num_sent < self.most_unstopped
+
     def has_work(self) -> bool:
-        return bool(self.thoughts)
+        return any(self._can_go_on(t) for t in self.thoughts.values())
 
     def due_in_s(self) -> float | None:
         return None
@@ -126,7 +131,8 @@ class FakeThinker:
         await asyncio.to_thread(self.go.wait, TIMEOUT_S)
         batch = StepResultBatch()
         for request_id, thought in list(self.thoughts.items()):
-            self._think(request_id, thought, batch)
+            if self._can_go_on(thought):
+                self._think(request_id, thought, batch)
         return batch
 
     def _think(self, request_id: str, thought: _Thought, batch: StepResultBatch) -> None:
