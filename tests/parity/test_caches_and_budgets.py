@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from contracts.errors import BadRequest, ContextLengthExceeded
+from encoder_pool.pool import EncoderPool
 from tests.parity.test_matrix import A, B, C, D, oracle
 from tests.served import Served, picture
 from tests.tiny_models import reference_inputs
@@ -125,7 +126,18 @@ def test_a_picture_larger_than_every_budget_still_answers(folder: Path) -> None:
         served.assert_clean()
 
 
-def test_pictures_of_many_requests_share_encoder_batches(folder: Path) -> None:
+def test_pictures_of_many_requests_share_encoder_batches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_work = EncoderPool.has_work
+
+    def has_two_or_more(pool: EncoderPool) -> bool:
+        """At first: an encoder faster than what brings it pictures would take them one by one."""
+        stats = pool.stats()
+        begun = stats["encoder_items_total"] > 0 or stats["encoder_waiting_items"] > 1
+        return begun and has_work(pool)
+
+    monkeypatch.setattr(EncoderPool, "has_work", has_two_or_more)
     conversations = [question(picture(100 + i)) for i in range(32)]
     with Served(folder, "thinker.kv_memory=16MiB") as served:
         served.ask_all(conversations, max_tokens=2)
