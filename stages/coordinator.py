@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
 from contracts.errors import EngineError, OmnistageError, ServiceUnavailable
-from contracts.media import MediaItem
 from contracts.messages import (
     Abort,
     Aborted,
     Audio,
     CacheWasReset,
     EmbeddingsNeeded,
-    Encode,
     Failed,
     FeaturesConsumed,
     FeaturesNeeded,
@@ -34,6 +30,7 @@ from contracts.messages import (
 from contracts.pipeline import Pipeline
 from stages.deployment import RoutingConfig
 from stages.inflight import Attempt, InFlight, MediaHandle
+from stages.media_lending import MediaLending
 from stages.replica_choice import ReplicaChoice
 from stages.routes import Routes
 from stages.speech_flow import SpeechFlow, SpeechOrder
@@ -61,6 +58,7 @@ class Coordinator:
         self._attempts: dict[str, Attempt] = {}
         self.board = StageBoard(self._routes.running, send)
         self._choice = ReplicaChoice(self._routes, self.board, routing or RoutingConfig())
+        self._media = MediaLending(self._choice, self._tell, self._fail)
         self.router = self._choice.router
 
     # --- requests ---------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ class Coordinator:
     def _aborted(self, attempt: Attempt, stage: str) -> None:
         attempt.unacknowledged.discard(stage)
         if stage not in attempt.path:
-            self._let_go(attempt, stage)
+            self._media.let_go(attempt, stage)
         elif attempt.still_to_tell:
             self._tell_next(attempt)
         self._drop_if_over(attempt.request)
@@ -244,15 +242,15 @@ class Coordinator:
             case Aborted(_, stage):
                 self._aborted(attempt, stage)
             case FeaturesConsumed(_, item_index):
-                self._features_consumed(attempt, item_index)
+                self._media.consumed(attempt, item_index)
             case _ if attempt.withdrawn:
                 return
             case EmbeddingsNeeded(_, item_indices):
                 attempt.asked_items.update(item_indices)
                 for index in item_indices:
-                    self._encode(attempt, index, attempt.request.media[index].pin())
+                    self._media.encode(attempt, index)
             case FeaturesNeeded(_, item_index):
-                self._spawn(attempt.request, self._encode_again(attempt, item_index))
+                self._media.encode_again(attempt, item_index)
             case Generated():
                 self._generated(attempt, message)
             case Audio():
@@ -268,7 +266,7 @@ class Coordinator:
         request = attempt.request
         attempt.asked_items.clear()
         self._choice.encoders_done(attempt)
-        self._release_unread_features(request)
+        self._media.release_unread(request)
         deltas = request.take(message.deltas)
         cached = None if request.cached_tokens_told else message.num_cached_tokens
         request.cached_tokens_told |= cached is not None
@@ -299,63 +297,6 @@ class Coordinator:
         self._fail(request, EngineError(message, stage=talker, code="no_speech"))
         return True
 
-    # --- media ------------------------------------------------------------------------------------------
-
-    def _encode(self, attempt: Attempt, index: int, item: MediaItem) -> None:
-        choice = self._choice.of_encoder(attempt, index)
-        if choice is None:
-            return  # asked again when one is back
-        if item.features is not None:
-            attempt.features_in_use[index] = attempt.features_in_use.get(index, 0) + 1
-        message = Encode(
-            request_id=attempt.id,
-            item_index=index,
-            item=item,
-            target=attempt.path[0],
-            cache_salt=attempt.request.message.cache_salt,
-        )
-        self._tell(attempt, choice.replica, message)
-
-    def _let_go(self, attempt: Attempt, encoder: str) -> None:
-        """The replica reads no features of the attempt any more."""
-        for index, choice in attempt.encoders.items():
-            if choice.replica == encoder:
-                attempt.features_in_use.pop(index, None)
-
-    async def _encode_again(self, attempt: Attempt, index: int) -> None:
-        try:
-            item = await attempt.request.media[index].materialize()
-        except OmnistageError as error:
-            self._fail(attempt.request, error)
-            return
-        if not attempt.withdrawn:
-            self._encode(attempt, index, item)
-
-    def _features_consumed(self, attempt: Attempt, index: int) -> None:
-        left = attempt.features_in_use.get(index, 0) - 1
-        assert left >= 0, f"{attempt.id}: features of item {index} consumed more often than lent"
-        if left:
-            attempt.features_in_use[index] = left
-            return
-        del attempt.features_in_use[index]
-        request = attempt.request
-        if not request.ending and not self._in_use(request, index):
-            request.media[index].release()
-
-    def _in_use(self, request: InFlight, index: int) -> bool:
-        return any(index in attempt.features_in_use for attempt in request.attempts)
-
-    def _release_unread_features(self, request: InFlight) -> None:
-        """Once tokens flow the prompt is computed: features nobody asked for are not needed any more."""
-        for index, handle in enumerate(request.media):
-            if not self._in_use(request, index):
-                handle.release()
-
-    def _spawn(self, request: InFlight, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        request.tasks.add(task)
-        task.add_done_callback(request.tasks.discard)
-
     # --- stages that come and go ------------------------------------------------------------------------
 
     def _stage_ready(self, stage: str, detail: str) -> None:
@@ -371,7 +312,7 @@ class Coordinator:
             for index in sorted(attempt.asked_items - attempt.encoders.keys()):
                 item = request.message.prompt.items[index]
                 if stage in self._routes.replicas(self._routes.encoder_of(item)):
-                    self._encode(attempt, index, request.media[index].pin())
+                    self._media.encode(attempt, index)
 
     def _on_path(self, request: InFlight, name: str) -> bool:
         return any(name in self._routes.replicas(stage) for stage in self._path(request))
@@ -397,7 +338,7 @@ class Coordinator:
         """What is gone has let go of everything and answers nothing more."""
         attempt.stages.discard(stage)
         if stage not in attempt.path:
-            self._let_go(attempt, stage)
+            self._media.let_go(attempt, stage)
         if stage in attempt.unacknowledged:
             self._aborted(attempt, stage)
 
@@ -414,7 +355,7 @@ class Coordinator:
             return
         for index in self._choice.take_back(attempt, stage):
             if index in attempt.asked_items:
-                self._encode(attempt, index, request.media[index].pin())
+                self._media.encode(attempt, index)
 
     def _stage_failed(self, stage: str, error: OmnistageError) -> None:
         self.board.put(stage, "failed", error.message)
