@@ -78,14 +78,19 @@ INLINE int64_t cache_row(const struct attention *a, struct task task, int64_t po
     return ((block * a->block_size + at % block_size) * a->kv_heads + task.group) * a->head_size;
 }
 
-/* Asks for a part of the tile's rows, which lie too far apart for the hardware to foresee, while the tile before is
+struct stretch { /* keys of a task's sequence from `first` on */
+    struct task task;
+    int64_t first, keys;
+};
+
+/* Asks for a part of a tile's rows, which lie too far apart for the hardware to foresee, while the tile before is
  * computed: in parts, because the core waits when too many requests are open. */
-static void prefetch_keys(const struct attention *a, struct task task, int64_t first, int64_t keys, int64_t part,
-                          int64_t parts) {
-    const int64_t line = a->cache_dtype == F32 ? 16 : 32, count = max64(0, min64(TILE_KEYS, keys - first));
+static void prefetch_keys(const struct attention *a, const struct stretch *stretch, int64_t part, int64_t parts) {
+    const int64_t line = a->cache_dtype == F32 ? 16 : 32;
+    const int64_t count = max64(0, min64(TILE_KEYS, stretch->keys - stretch->first));
     for (int64_t n = count * part / parts; n < count * (part + 1) / parts; n++) {
-        const int64_t row = cache_row(a, task, first + n);
-        for (int64_t i = 0; i < task.num_groups * a->head_size; i += line) {
+        const int64_t row = cache_row(a, stretch->task, stretch->first + n);
+        for (int64_t i = 0; i < stretch->task.num_groups * a->head_size; i += line) {
             __builtin_prefetch(offset(a->keys, a->cache_dtype, row + i), 0, 2);
             __builtin_prefetch(offset(a->values, a->cache_dtype, row + i), 0, 2);
         }
@@ -279,53 +284,68 @@ INLINE int reads_in_place(const struct attention *a, int64_t group_rows) {
 
 /* Few rows (a decode): reading the cache in place is cheaper than a float32 copy of the tile. */
 INLINE void attend_in_place(const struct attention *a, enum dtype dtype, struct tile *tile, int64_t first,
-                            int64_t keys, int64_t visible) {
+                            int64_t keys, int64_t visible, const struct stretch *ahead) {
     const int64_t count = min64(TILE_KEYS, keys - first), padded = ceil_div(count, 8) * 8;
-    const int64_t groups = tile->task.num_groups, next = first + TILE_KEYS;
+    const int64_t groups = tile->task.num_groups;
     int64_t at[TILE_KEYS];
     for (int64_t n = 0; n < padded; n++) /* padding keys are real ones whose weight is zero */
         at[n] = cache_row(a, tile->task, first + min64(n, count - 1));
     for (int64_t g = 0; g < groups; g++) {
-        prefetch_keys(a, tile->task, next, keys, g, 2 * groups);
+        prefetch_keys(a, ahead, g, 2 * groups);
         score(tile, g * tile->group_rows, offset(a->keys, dtype, g * a->head_size), dtype, at, padded);
     }
     soften_all(tile, a->heads / a->kv_heads, visible, count, padded);
     for (int64_t g = 0; g < groups; g++) {
-        prefetch_keys(a, tile->task, next, keys, groups + g, 2 * groups);
+        prefetch_keys(a, ahead, groups + g, 2 * groups);
         add_cached_values(tile, g * tile->group_rows, offset(a->values, dtype, g * a->head_size), dtype, at, padded);
     }
 }
 
-static void attend_copy(const struct attention *a, struct tile *tile, int64_t first, int64_t keys, int64_t visible) {
+static void attend_copy(const struct attention *a, struct tile *tile, int64_t first, int64_t keys, int64_t visible,
+                        const struct stretch *ahead) {
     const int64_t count = min64(TILE_KEYS, keys - first), padded = ceil_div(count, 8) * 8;
     int64_t at[TILE_KEYS];
     for (int64_t n = 0; n < padded; n++) at[n] = n * tile->width;
-    prefetch_keys(a, tile->task, first + TILE_KEYS, keys, 0, 1);
+    prefetch_keys(a, ahead, 0, 1);
     load_keys(a, tile, first, count, padded);
     score(tile, 0, tile->k, F32, at, padded);
     soften_all(tile, a->heads / a->kv_heads, visible, count, padded);
     add_values(tile, padded);
 }
 
-static void attend_tile(const struct attention *a, struct task task) {
+/* Keys that the task's first query sees. */
+INLINE int64_t first_visible(const struct attention *a, struct task task) {
+    const int64_t total = a->query_starts[task.sequence + 1] - a->query_starts[task.sequence];
+    return a->lengths[task.sequence] - total + task.first_query + 1;
+}
+
+INLINE int64_t task_queries(const struct attention *a, struct task task) {
+    const int64_t total = a->query_starts[task.sequence + 1] - a->query_starts[task.sequence];
+    return min64(queries_per_task(a), total - task.first_query);
+}
+
+INLINE struct stretch all_keys(const struct attention *a, struct task task) {
+    return (struct stretch){task, 0, first_visible(a, task) + task_queries(a, task) - 1};
+}
+
+/* `next`: what this thread will probably attend to afterwards. */
+static void attend_tile(const struct attention *a, struct task task, struct task next) {
     struct tile tile;
-    const int64_t start = a->query_starts[task.sequence], total = a->query_starts[task.sequence + 1] - start;
-    const int64_t queries = min64(queries_per_task(a), total - task.first_query);
-    /* keys that the first query sees, and the last */
-    const int64_t visible = a->lengths[task.sequence] - total + task.first_query + 1, keys = visible + queries - 1;
+    const int64_t visible = first_visible(a, task), keys = all_keys(a, task).keys;
     tile.task = task;
-    tile.group_rows = queries * (a->heads / a->kv_heads);
+    tile.group_rows = task_queries(a, task) * (a->heads / a->kv_heads);
     tile.rows = tile.group_rows * task.num_groups;
     tile.width = ceil_div(a->head_size, PANEL) * PANEL;
-    prefetch_keys(a, task, 0, keys, 0, 1);
-    load_queries(a, &tile, start);
+    load_queries(a, &tile, a->query_starts[task.sequence]);
     const int in_place = reads_in_place(a, tile.group_rows);
     for (int64_t first = 0; first < keys; first += TILE_KEYS) {
-        if (!in_place) attend_copy(a, &tile, first, keys, visible - first);
-        else if (a->cache_dtype == F32) attend_in_place(a, F32, &tile, first, keys, visible - first);
-        else attend_in_place(a, BF16, &tile, first, keys, visible - first);
+        struct stretch ahead = {task, first + TILE_KEYS, keys};
+        if (ahead.first >= keys) ahead = all_keys(a, next);
+        if (!in_place) attend_copy(a, &tile, first, keys, visible - first, &ahead);
+        else if (a->cache_dtype == F32) attend_in_place(a, F32, &tile, first, keys, visible - first, &ahead);
+        else attend_in_place(a, BF16, &tile, first, keys, visible - first, &ahead);
     }
-    store_out(a, &tile, start);
+    store_out(a, &tile, a->query_starts[task.sequence]);
 }
 
 /* With sequences enough to occupy the threads, a decode takes all its KV heads at once: they lie side by side, and
@@ -352,21 +372,51 @@ static int64_t list_tasks(const struct attention *a, struct task *tasks, int32_t
 
 struct plan {
     const struct attention *attention;
+    const struct rope *rope; /* NULL: rotated and written already */
     const struct task *tasks;
+    int64_t count;
 };
+
+/* The heads of a task's only query, and their keys and values into the cache. */
+static void prepare_query(const struct attention *a, const struct rope *rope, struct task task) {
+    const int64_t token = a->query_starts[task.sequence], per_group = a->heads / a->kv_heads;
+    const int64_t skipped = task.group * a->head_size, at = a->slots[token] * a->kv_heads * a->head_size + skipped;
+    const int64_t q_at = token * a->q_stride + skipped * per_group;
+    const int64_t k_at = token * a->k_stride + skipped, v_at = token * a->v_stride + skipped;
+    rotate_heads(rope, (void *)a->q, a->dtype, q_at, rope->query_weight, task.num_groups * per_group, token);
+    rotate_heads(rope, (void *)a->k, a->dtype, k_at, rope->key_weight, task.num_groups, token);
+    copy_row(a->k, a->dtype, k_at, a->keys, a->cache_dtype, at, task.num_groups * a->head_size);
+    copy_row(a->v, a->dtype, v_at, a->values, a->cache_dtype, at, task.num_groups * a->head_size);
+}
 
 static void run_planned(const void *context, int64_t i) {
     const struct plan *plan = context;
-    attend_tile(plan->attention, plan->tasks[i]);
+    const struct attention *a = plan->attention;
+    const struct task task = plan->tasks[i];
+    /* the caller goes forwards, helpers backwards */
+    const int64_t next = max64(0, min64(plan->count - 1, 2 * i < plan->count ? i + 1 : i - 1));
+    const struct stretch own = all_keys(a, task);
+    prefetch_keys(a, &own, 0, 1);
+    if (plan->rope) prepare_query(a, plan->rope, task);
+    attend_tile(a, task, plan->tasks[next]);
+}
+
+static int32_t attend_planned(const struct attention *a, const struct rope *rope, int32_t threads) {
+    const int64_t most_tasks = (a->tokens / queries_per_task(a) + a->sequences) * a->kv_heads;
+    struct task *tasks = scratch(SCRATCH_TASKS, (most_tasks + 1) * sizeof *tasks);
+    if (!tasks) return 1;
+    const struct plan plan = {a, rope, tasks, list_tasks(a, tasks, threads)};
+    run_tasks(threads, plan.count, run_planned, &plan);
+    return 0;
 }
 
 /* Writes k, v at `slots`, then attends. Returns 0, or 1 when out of memory. */
 EXPORT int32_t attend(const struct attention *a, int32_t threads) {
-    const int64_t most_tasks = (a->tokens / queries_per_task(a) + a->sequences) * a->kv_heads;
-    struct task *tasks = scratch(SCRATCH_TASKS, (most_tasks + 1) * sizeof *tasks);
-    if (!tasks) return 1;
-    const struct plan plan = {a, tasks};
     run_tasks(threads_for(a->tokens * a->kv_heads * a->head_size, threads), a->tokens, write_token, a);
-    run_tasks(threads, list_tasks(a, tasks, threads), run_planned, &plan);
-    return 0;
+    return attend_planned(a, NULL, threads);
+}
+
+/* Every task rotates and writes what belongs to its own heads: nobody else reads it. */
+int32_t attend_rotating(const struct attention *a, const struct rope *rope, int32_t threads) {
+    return attend_planned(a, rope, threads);
 }

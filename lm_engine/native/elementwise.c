@@ -119,7 +119,7 @@ EXPORT void silu_mul(const void *x, int64_t ldx, void *y, int64_t ldy, int32_t d
                      int32_t threads) {
     const int64_t span = rows_per_task(rows, threads);
     const struct silu_mul job = {x, y, ldx, ldy, rows, width, span, dtype};
-    run_tasks(threads_for(rows * width, threads), ceil_div(rows, span), silu_rows, &job);
+    run_tasks(threads_for(4 * rows * width, threads), ceil_div(rows, span), silu_rows, &job); /* exp is most of it */
 }
 
 INLINE void rotate_head(const struct rope *rope, void *x, enum dtype dtype, int64_t at, const void *weight,
@@ -143,6 +143,12 @@ INLINE void rotate_head(const struct rope *rope, void *x, enum dtype dtype, int6
     }
 }
 
+void rotate_heads(const struct rope *rope, void *x, int32_t dtype, int64_t at, const void *weight, int64_t heads,
+                  int64_t row) {
+    const float *cos = rope->cos + row * rope->half, *sin = rope->sin + row * rope->half;
+    for (int64_t h = 0; h < heads; h++) rotate_head(rope, x, dtype, at + h * 2 * rope->half, weight, cos, sin);
+}
+
 struct rotation {
     const struct rope *rope;
     void *x;
@@ -154,11 +160,11 @@ static void rotate_rows(const void *context, int64_t task) {
     const struct rotation *job = context;
     const struct rope *rope = job->rope;
     const int64_t half = rope->half, end = min64((task + 1) * job->rows_per_task, job->rows);
-    for (int64_t r = task * job->rows_per_task; r < end; r++)
-        for (int64_t h = 0; h < rope->query_heads + rope->key_heads; h++)
-            rotate_head(rope, job->x, job->dtype, r * job->ldx + h * 2 * half,
-                        h < rope->query_heads ? rope->query_weight : rope->key_weight, rope->cos + r * half,
-                        rope->sin + r * half);
+    for (int64_t r = task * job->rows_per_task; r < end; r++) {
+        const int64_t queries_at = r * job->ldx, keys_at = queries_at + rope->query_heads * 2 * half;
+        rotate_heads(rope, job->x, job->dtype, queries_at, rope->query_weight, rope->query_heads, r);
+        rotate_heads(rope, job->x, job->dtype, keys_at, rope->key_weight, rope->key_heads, r);
+    }
 }
 
 /* In place on the first query_heads + key_heads heads of each row. */

@@ -110,6 +110,10 @@ void tile_multiply(int rows, const float *x, int64_t ldx, const float *w, int64_
 void tile_multiply_packed(int rows, const float *x, const void *w, enum dtype w_dtype, int64_t k, float *acc,
                           int accumulate, const char *ahead, int64_t ahead_step);
 
+/* The same on rows as they are, `ldx` apart: for so few rows that packing them costs more than it saves. */
+void tile_multiply_rows(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, int64_t k, float *acc,
+                        int accumulate, const char *ahead, int64_t ahead_step);
+
 /* --- What the binding describes (mirrored in library.py), and the kernels on it. --- */
 struct linear {
     const void *panels; /* [ceil(outputs / 16)][inputs][16], padded with zeros */
@@ -145,7 +149,12 @@ void add_rows(const void *x, void *residual, int32_t dtype, int64_t rows, int64_
 void silu_mul(const void *x, int64_t ldx, void *y, int64_t ldy, int32_t dtype, int64_t rows, int64_t width,
               int32_t threads);
 void rope_heads(const struct rope *rope, void *x, int64_t ldx, int32_t dtype, int64_t rows, int32_t threads);
+/* `heads` heads of one of the step's rows, the first at x[at]. */
+void rotate_heads(const struct rope *rope, void *x, int32_t dtype, int64_t at, const void *weight, int64_t heads,
+                  int64_t row);
 int32_t attend(const struct attention *a, int32_t threads);
+/* attend for a step of one query a sequence, whose q and k are rotated first, in place. */
+int32_t attend_rotating(const struct attention *a, const struct rope *rope, int32_t threads);
 
 /* Work on few elements stays with the caller: a helper would cost more than it saves. */
 INLINE int32_t threads_for(int64_t elements, int32_t threads) { return elements <= 16 * 1024 ? 1 : threads; }

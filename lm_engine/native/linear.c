@@ -4,7 +4,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { MAX_BLOCK_ROWS = 192, BLOCK_BYTES = 256 * 1024, TASKS_PER_THREAD = 8 };
+enum { MAX_BLOCK_ROWS = 192, BLOCK_BYTES = 256 * 1024, TASKS_PER_THREAD = 8, FEW_ROWS = 2 * TILE_ROWS };
 
 /* Column c of a panel row: bfloat16 panels interleave columns j and j + 8 so that one load gives both vectors. */
 INLINE int panel_column(enum dtype dtype, int c) {
@@ -82,7 +82,7 @@ EXPORT int64_t gather_rows(const struct linear *linear, const int64_t *ids, int6
 struct product {
     const struct linear *linear;
     const void *x; /* rows of ldx */
-    float *packed; /* the same tile by tile, a tile [inputs][its rows] */
+    float *packed; /* the same tile by tile, a tile [inputs][its rows]; NULL: few rows, multiplied as they are */
     void *y;
     int64_t ldx, ldy, rows, block_rows, block_inputs, panels_per_task;
     enum dtype x_dtype, y_dtype;
@@ -120,8 +120,15 @@ static void multiply_panel(const struct product *job, int64_t row, int64_t rows,
         const int64_t ahead_step = line_step / tiles;
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = tile * rows / tiles, last = (tile + 1) * rows / tiles;
-            const float *x = job->packed + (row + first) * inputs + begin * (last - first);
-            tile_multiply_packed(last - first, x, w, linear->dtype, k, acc + first * PANEL, begin > 0, ahead, ahead_step);
+            const int count = last - first;
+            float *sums = acc + first * PANEL;
+            if (job->packed) {
+                const float *x = job->packed + (row + first) * inputs + begin * count;
+                tile_multiply_packed(count, x, w, linear->dtype, k, sums, begin > 0, ahead, ahead_step);
+            } else {
+                const float *x = (const float *)job->x + (row + first) * job->ldx + begin;
+                tile_multiply_rows(count, x, job->ldx, w, linear->dtype, k, sums, begin > 0, ahead, ahead_step);
+            }
             ahead += k / 2 * ahead_step;
         }
     }
@@ -139,6 +146,7 @@ static void plan_blocks(struct product *job, int32_t threads) {
     rows = min64(rows, ceil_div(ceil_div(job->rows, wanted), TILE_ROWS) * TILE_ROWS);
     job->block_rows = ceil_div(job->rows, ceil_div(job->rows, rows));
     if (job->block_rows <= TILE_ROWS) job->block_inputs = linear->inputs;
+    else if (job->block_rows <= FEW_ROWS) job->block_inputs = ceil_div(linear->inputs, ceil_div(linear->inputs, 288));
     else if (job->block_rows <= 4 * TILE_ROWS) job->block_inputs = 192;
     else job->block_inputs = linear->dtype == F32 ? 128 : 256;
 }
@@ -186,9 +194,7 @@ EXPORT int32_t linear_forward(const struct linear *linear, const void *x, int32_
     job.rows = rows;
     plan_blocks(&job, threads);
     const int64_t inputs = linear->inputs, panels = num_panels(linear), blocks = ceil_div(rows, job.block_rows);
-    if (rows == 1 && x_dtype == F32) {
-        job.packed = (float *)x; /* is packed; only read */
-    } else {
+    if (rows > FEW_ROWS || x_dtype != F32) {
         job.packed = scratch(SCRATCH_ACTIVATIONS, rows * inputs * sizeof(float));
         if (!job.packed) return 1;
         run_tasks(threads_for(rows * inputs, threads), blocks, pack_block, &job);

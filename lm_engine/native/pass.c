@@ -1,5 +1,5 @@
 /* Decoder layers one after the other in a single call: the same kernels in the same order as the binding calls them,
- * without the interpreter between them. */
+ * without the interpreter between them, and in a step of decodes without a pause between rotation and attention. */
 #include "kernels.h"
 
 struct layer { /* mirrored in library.py; norms of the residual have the pass's dtype, of the heads the rope's */
@@ -18,6 +18,12 @@ struct pass { /* mirrored in library.py; all activations are contiguous float32 
     float eps;
 };
 
+static int decodes_only(const struct attention *a) {
+    for (int64_t s = 0; s < a->sequences; s++)
+        if (a->query_starts[s + 1] - a->query_starts[s] != 1) return 0;
+    return 1;
+}
+
 static int32_t attention_block(const struct pass *p, const struct layer *layer, struct attention *a, int32_t threads) {
     const int64_t q_width = a->heads * a->head_size, kv_width = a->kv_heads * a->head_size;
     const int64_t width = q_width + 2 * kv_width;
@@ -25,13 +31,17 @@ static int32_t attention_block(const struct pass *p, const struct layer *layer, 
     if (linear_forward(layer->qkv, p->normed, F32, p->hidden, p->qkv, F32, width, p->rows, threads)) return 1;
     rope.query_weight = layer->query_norm;
     rope.key_weight = layer->key_norm;
-    rope_heads(&rope, p->qkv, width, F32, p->rows, threads);
     a->q = p->qkv;
     a->k = p->qkv + q_width;
     a->v = p->qkv + q_width + kv_width;
     a->q_stride = a->k_stride = a->v_stride = width;
     a->out = p->attended;
-    if (attend(a, threads)) return 1;
+    if (decodes_only(a)) {
+        if (attend_rotating(a, &rope, threads)) return 1;
+    } else {
+        rope_heads(&rope, p->qkv, width, F32, p->rows, threads);
+        if (attend(a, threads)) return 1;
+    }
     return linear_forward(layer->output, p->attended, F32, q_width, p->mixed, F32, p->hidden, p->rows, threads);
 }
 

@@ -18,9 +18,17 @@ enum { MAX_JOBS = 4, MAX_HELPERS = 255, HELPER_STACK_BYTES = 2 << 20, SPIN_NS = 
 
 /* A helper reads the fields, then takes a task by exchanging the ticket it saw. The exchange fails if the job has
  * been replaced meanwhile: a new job is published only after all tasks of the old one were taken and finished, and
- * the generation in the ticket is never the same again. */
+ * the generation in the ticket is never the same again.
+ *
+ * The caller takes tasks from the first on, helpers from the last on: with one helper each walks through memory of its
+ * own in one direction, and what it asks for ahead of time is what it will read. */
+enum { COUNT_BITS = 20, MAX_COUNT = (1 << COUNT_BITS) - 1 };
+#define FIRST_TAKEN 1ull
+#define LAST_TAKEN (1ull << COUNT_BITS)
+#define GENERATION (1ull << 2 * COUNT_BITS)
+
 struct job {
-    _Atomic uint64_t ticket; /* generation << 32 | tasks taken */
+    _Atomic uint64_t ticket; /* generation, tasks taken from the end, tasks taken from the beginning */
     _Atomic uint32_t count, finished;
     _Atomic int32_t helpers;
     _Atomic(task_function *) run;
@@ -48,9 +56,12 @@ static int64_t now_ns(void) {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
+static uint32_t taken_first(uint64_t ticket) { return ticket & MAX_COUNT; }
+static uint32_t taken_last(uint64_t ticket) { return ticket >> COUNT_BITS & MAX_COUNT; }
+
 static int has_task(struct job *job, int32_t helper) {
     const uint64_t ticket = atomic_load(&job->ticket);
-    return (uint32_t)ticket < atomic_load(&job->count) && helper < atomic_load(&job->helpers);
+    return taken_first(ticket) + taken_last(ticket) < atomic_load(&job->count) && helper < atomic_load(&job->helpers);
 }
 
 /* Takes and runs tasks until there are none left; returns how many. `helper` is -1 for the caller. */
@@ -58,11 +69,13 @@ static int work(struct job *job, int32_t helper) {
     int done = 0;
     for (;;) {
         uint64_t ticket = atomic_load(&job->ticket);
-        if ((uint32_t)ticket >= atomic_load(&job->count) || helper >= atomic_load(&job->helpers)) return done;
+        const uint32_t count = atomic_load(&job->count), first = taken_first(ticket), last = taken_last(ticket);
+        if (first + last >= count || helper >= atomic_load(&job->helpers)) return done;
         task_function *run = atomic_load(&job->run); /* after the count: it is published last */
         const void *context = atomic_load(&job->context);
-        if (!atomic_compare_exchange_weak(&job->ticket, &ticket, ticket + 1)) continue;
-        run(context, (uint32_t)ticket);
+        const uint64_t taken = helper < 0 ? FIRST_TAKEN : LAST_TAKEN;
+        if (!atomic_compare_exchange_weak(&job->ticket, &ticket, ticket + taken)) continue;
+        run(context, helper < 0 ? first : count - 1 - last);
         atomic_fetch_add(&job->finished, 1);
         done++;
     }
@@ -139,9 +152,9 @@ static struct job *claim_job(void) {
 }
 
 static void publish(struct job *job, int32_t helpers, uint32_t count, task_function *run, const void *context) {
-    const uint64_t generation = (atomic_load(&job->ticket) >> 32) + 1;
+    const uint64_t ticket = atomic_load(&job->ticket);
     atomic_store(&job->count, 0); /* closed while the fields change */
-    atomic_store(&job->ticket, generation << 32);
+    atomic_store(&job->ticket, ticket / GENERATION * GENERATION + GENERATION);
     atomic_store(&job->run, run);
     atomic_store(&job->context, context);
     atomic_store(&job->helpers, helpers);
@@ -154,7 +167,7 @@ static void publish(struct job *job, int32_t helpers, uint32_t count, task_funct
 
 void run_tasks(int32_t threads, int64_t count, task_function *run, const void *context) {
     const int32_t helpers = (int32_t)min64(min64(threads, count) - 1, MAX_HELPERS);
-    struct job *job = helpers > 0 ? claim_job() : NULL;
+    struct job *job = helpers > 0 && count <= MAX_COUNT ? claim_job() : NULL;
     if (!job) { /* alone, also when as many kernels as there are jobs run at once */
         for (int64_t task = 0; task < count; task++) run(context, task);
         return;

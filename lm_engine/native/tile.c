@@ -4,22 +4,24 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+struct pair { /* 16 columns of a panel's row */
+    f32x8 low, high;
+};
+
+INLINE struct pair load_pair(const void *w, enum dtype w_dtype) {
+    if (w_dtype == F32) return (struct pair){((const f32x8 *)w)[0], ((const f32x8 *)w)[1]};
+    const u32x8 pairs = *(const u32x8 *)w; /* 32-bit lane j holds columns j (low half) and j + 8 (high half) */
+    return (struct pair){(f32x8)(pairs << 16), (f32x8)(pairs & 0xffff0000u)};
+}
+
 INLINE void step(int rows, const float *x, int64_t row_step, const void *w, enum dtype w_dtype,
                  f32x8 sum[TILE_ROWS][2]) {
-    f32x8 low, high;
-    if (w_dtype == BF16) { /* 32-bit lane j holds columns j (low half) and j + 8 (high half) */
-        u32x8 pairs = *(const u32x8 *)w;
-        low = (f32x8)(pairs << 16);
-        high = (f32x8)(pairs & 0xffff0000u);
-    } else {
-        low = ((const f32x8 *)w)[0];
-        high = ((const f32x8 *)w)[1];
-    }
+    const struct pair weights = load_pair(w, w_dtype);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         f32x8 value = splat(x[r * row_step]);
-        sum[r][0] += value * low;
-        sum[r][1] += value * high;
+        sum[r][0] += value * weights.low;
+        sum[r][1] += value * weights.high;
     }
 }
 
@@ -65,6 +67,37 @@ INLINE void multiply_packed(int rows, const float *x, const char *w, enum dtype 
     store_sums(rows, acc, sum);
 }
 
+INLINE void step_rows(int rows, const float *const x[TILE_ROWS], int64_t i, const void *w, enum dtype w_dtype,
+                      f32x8 sum[TILE_ROWS][2]) {
+    const struct pair weights = load_pair(w, w_dtype);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        f32x8 value = splat(x[r][i]);
+        sum[r][0] += value * weights.low;
+        sum[r][1] += value * weights.high;
+    }
+}
+
+INLINE void multiply_rows(int rows, const float *x, int64_t ldx, const char *w, enum dtype w_dtype, int64_t k,
+                          float *acc, int accumulate, const char *ahead, int64_t ahead_step) {
+    f32x8 sum[TILE_ROWS][2];
+    const float *row[TILE_ROWS];
+    const int64_t w_step = w_dtype == BF16 ? 2 * PANEL : 4 * PANEL;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) row[r] = x + r * ldx;
+    load_sums(rows, acc, accumulate, sum);
+    int64_t i = 0;
+    for (; i + 2 <= k; i += 2) {
+        __builtin_prefetch(ahead);
+        ahead += ahead_step;
+        step_rows(rows, row, i, w, w_dtype, sum);
+        step_rows(rows, row, i + 1, w + w_step, w_dtype, sum);
+        w += 2 * w_step;
+    }
+    if (i < k) step_rows(rows, row, i, w, w_dtype, sum);
+    store_sums(rows, acc, sum);
+}
+
 #define CASE(ROWS) \
     case ROWS: multiply(ROWS, x, ldx, w, k, acc); break;
 
@@ -84,6 +117,19 @@ void tile_multiply_packed(int rows, const float *x, const void *w, enum dtype w_
                           int accumulate, const char *ahead, int64_t ahead_step) {
     switch (rows) {
         PACKED_CASE(1) PACKED_CASE(2) PACKED_CASE(3) PACKED_CASE(4) PACKED_CASE(5) PACKED_CASE(6)
+    }
+}
+
+#define ROWS_CASE(ROWS) \
+    case ROWS: \
+        if (w_dtype == BF16) multiply_rows(ROWS, x, ldx, w, BF16, k, acc, accumulate, ahead, ahead_step); \
+        else multiply_rows(ROWS, x, ldx, w, F32, k, acc, accumulate, ahead, ahead_step); \
+        break;
+
+void tile_multiply_rows(int rows, const float *x, int64_t ldx, const void *w, enum dtype w_dtype, int64_t k, float *acc,
+                        int accumulate, const char *ahead, int64_t ahead_step) {
+    switch (rows) {
+        ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6)
     }
 }
 

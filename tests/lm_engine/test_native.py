@@ -19,7 +19,7 @@ from lm_engine.decoder import Decoder
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
-from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV
+from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV, RopeConfig
 from lm_engine.native import Unavailable, native_kernels
 from lm_engine.native.build import BuildError, build, cache_directory, library_path
 from lm_engine.native.kernels import NativeKernels
@@ -435,6 +435,31 @@ def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, chan
             metadata = metadata_of(chunks, 4, tables)
             hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
             seen.append((hidden, kv.keys.clone(), kv.values.clone(), kv.hidden.clone()))
+    for one_by_one, at_once in zip(seen[:2], seen[2:], strict=True):
+        assert all(map(torch.equal, one_by_one, at_once))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 32, "qk_norm": True}], ids=str)
+@pytest.mark.parametrize("num_sequences", [1, 5])
+def test_decodes_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, changes, dtype, num_sequences):
+    """There the attention's tasks rotate and write what is theirs, one KV head each or all."""
+    pairs = changes.get("head_dim", 8) // 2
+    rope = RopeConfig(theta=1e4, inv_freq=tuple(1e4 ** (-p / pairs) for p in range(pairs)))
+    config = tiny_config(rope=rope, **changes)
+    plain = copy.copy(kernels)
+    plain.fused_pass = None
+    tables, seen = [[3 * i + 1, 3 * i + 3, 3 * i + 2] for i in range(num_sequences)], []
+    before = [9, 3, 6, 1, 8][:num_sequences]
+    for choice in (plain, kernels):
+        kv = PagedKV(*torch.zeros(2, 2, 16, 4, 2, config.head_dim).to(dtype))
+        decoder = Decoder(config, RandomSource(dtype), choice)
+        for chunks in ([(0, count) for count in before], [(count, 1) for count in before]):
+            positions = torch.cat([torch.arange(a, a + b) for a, b in chunks])
+            hidden = decoder.embed(positions * 5 % 97)
+            metadata = metadata_of(chunks, 4, tables)
+            hidden = decoder.forward(hidden, positions[None], kv, choice.attention, metadata)
+            seen.append((hidden, kv.keys.clone(), kv.values.clone()))
     for one_by_one, at_once in zip(seen[:2], seen[2:], strict=True):
         assert all(map(torch.equal, one_by_one, at_once))
 
