@@ -240,7 +240,7 @@ class CudaIpcSender(ShmSender):
         return _PackedForDevice(
             packed.header,
             packed.tensors,
-            packed.tensor_nbytes,
+            packed.layout,
             nbytes,
             packed.size,
             tuple(on_device.values()),
@@ -260,7 +260,7 @@ class CudaIpcSender(ShmSender):
         return reserved
 
     def _write(self, slot: int, span: int | None, chunk: Chunk, packed: Packed) -> None:
-        self._fill(slot, span, packed)
+        self._fill(slot, self._head(slot, span, packed), packed)
         if not isinstance(packed, _PackedForDevice):
             if not self._held:
                 self._announce(slot)
@@ -330,7 +330,7 @@ class CudaIpcReceiver(ShmReceiver):
             super().close()
             self._lane.close()
 
-    def _complete(self, slot: int, chunk: Chunk) -> Chunk:
+    def _complete(self, slot: int, chunk: Chunk, nbytes: int) -> tuple[Chunk, int]:
         tensors = {name: tensor.clone() for name, tensor in chunk.tensors.items()}
         described = self._device_headers(slot)
         if described:
@@ -338,7 +338,8 @@ class CudaIpcReceiver(ShmReceiver):
             places = _places(self._ring.device_offset(slot), [wire.nbytes_of(t) for t in described])
             read = self._lane.read(list(zip(places, described, strict=True)))
             tensors |= {header.name: tensor for header, tensor in zip(described, read, strict=True)}
-        return msgspec.structs.replace(chunk, tensors=tensors)
+        chunk = msgspec.structs.replace(chunk, tensors=tensors)
+        return chunk, chunk.nbytes
 
     def _meet(self) -> None:
         """The holder of the sending end, if it is another than before."""
@@ -357,8 +358,8 @@ class CudaIpcReceiver(ShmReceiver):
         self._met = export.holder
 
     def _device_headers(self, slot: int) -> tuple[TensorHeader, ...]:
-        body_offset, header_nbytes, _ = self._ring.preamble(slot)
-        return wire.read_header(self._ring.memory, body_offset, header_nbytes).device_tensors
+        body_offset, header_nbytes = self._ring.preamble(slot)
+        return wire.read_header(self._ring.memory, body_offset, header_nbytes)[1].elsewhere
 
 
 def _completes_soon(copying: Copying) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextvars import Context
 
 _Resume = Callable[["_Nap"], object]
@@ -15,25 +15,24 @@ class Naps:
     def __init__(self) -> None:
         self._naps: list[_Nap] = []
 
-    async def wait(self) -> None:
-        nap = _Nap(asyncio.get_running_loop())
+    def nap(self) -> Awaitable[None]:
+        """To be awaited at once."""
+        nap = _Nap(asyncio.get_running_loop(), self._naps)
         self._naps.append(nap)
-        try:
-            await nap
-        finally:
-            if nap in self._naps:  # it was cancelled
-                self._naps.remove(nap)
+        return nap
 
     def end(self) -> None:
         """From a callback of the loop, never from a task: every task that waits runs on before this returns,
         and may call whatever it likes."""
-        naps, self._naps = self._naps, []
+        naps = self._naps.copy()
+        self._naps.clear()
         for nap in naps:
             nap.end()
 
     def end_soon(self) -> None:
         """From anywhere on the loop."""
-        naps, self._naps = self._naps, []
+        naps = self._naps.copy()
+        self._naps.clear()
         for nap in naps:
             nap.end_soon()
 
@@ -43,9 +42,10 @@ class _Nap:
     Future
     would let the loop call that in its next round; here `end` calls it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, naps: list[_Nap]) -> None:
         self._asyncio_future_blocking = False
         self._loop = loop
+        self._naps = naps  # all that wait
         self._resume: tuple[_Resume, Context | None] | None = None
         self._is_over = False
         self._is_cancelled = False
@@ -79,6 +79,8 @@ class _Nap:
         if self._is_over:
             return False
         self._is_cancelled = True
+        if self in self._naps:
+            self._naps.remove(self)
         self.end_soon()
         return True
 

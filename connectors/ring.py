@@ -16,7 +16,11 @@ and
 read the other's, so at least one of them sees the other.
 
 A sleeping receiver is rung for before a small chunk is packed and copied, and looks out for it for some
-microseconds, so that its waking and the sender's work take place at the same time.
+microseconds, so that its waking and the sender's work take place at the same time. It is shown the chunk's
+header before the tensors are copied, so that it has read that when they are there. A message's
+number is used once: what was shown of a chunk stays as it was until the receiver has returned its slot, and
+a copy
+that fails is published and cancelled at once.
 
 Counting words carry the edge's epoch. A reset by the parent starts the next epoch: words of an earlier one
 count for nothing, and the sender writes nothing before the receiver has shown (by a RETURNED word of the new
@@ -69,7 +73,8 @@ class Word:
     SENDER_WAITS = 72  # sender: the epoch in which it waits for returned slots, or 0
     COMING = 80  # sender: count of message entries when the one that it is writing is there
     RECEIVER_LOOKS = 88  # receiver: the epoch in which it looks out for what is coming, or 0
-    END = 96
+    SHOWN = 96  # sender: count of message entries with the one whose header, but for its tensors, is there
+    END = 104
 
 
 WORDS_BYTES = Word.END * WORD
@@ -198,10 +203,13 @@ class Ring:
             return self._pool + span
         return self._slots + slot * SLOT_BYTES + ALIGNMENT
 
-    def put_preamble(self, slot: int, body_offset: int, header_nbytes: int, sent_ns: int) -> None:
+    def put_preamble(self, slot: int, body_offset: int, header_nbytes: int) -> None:
         place = (self._slots + slot * SLOT_BYTES) // WORD
-        words = self._words
-        words[place], words[place + 1], words[place + 2] = body_offset, header_nbytes, sent_ns
+        self._words[place], self._words[place + 1] = body_offset, header_nbytes
+
+    def put_time(self, slot: int, sent_ns: int) -> None:
+        """When the chunk was complete, monotonic."""
+        self._words[(self._slots + slot * SLOT_BYTES) // WORD + 2] = sent_ns
 
     def put_device_offset(self, slot: int, offset: int) -> None:
         """Where the chunk's device tensors lie in the edge's device memory."""
@@ -210,11 +218,13 @@ class Ring:
     def device_offset(self, slot: int) -> int:
         return self._words[(self._slots + slot * SLOT_BYTES) // WORD + 3]
 
-    def preamble(self, slot: int) -> tuple[int, int, int]:
-        """(body offset, header bytes, monotonic ns of sending)"""
+    def preamble(self, slot: int) -> tuple[int, int]:
+        """(body offset, header bytes)"""
         place = (self._slots + slot * SLOT_BYTES) // WORD
-        words = self._words
-        return words[place], words[place + 1], words[place + 2]
+        return self._words[place], self._words[place + 1]
+
+    def time(self, slot: int) -> int:
+        return self._words[(self._slots + slot * SLOT_BYTES) // WORD + 2]
 
     def _load_fenced(self, word: int) -> int:
         value = self._words[word]

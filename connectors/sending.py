@@ -228,7 +228,8 @@ class CreditedSender(ABC):
         """Whoever looks, for a send or for a cancellation, takes in what the line waits for: it must be
         told."""
         self._follow()
-        self._wake_line()
+        if self._waiting:
+            self._wake_line()
 
     def _wake_line(self) -> None:
         """What was heard may let the first go, or none ever again."""

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from typing import NamedTuple
+
+from torch import Tensor
 
 from connectors import wire
 from connectors.naps import Naps
 from connectors.ring import CANCELLATION, Bell, Ring, ShmDescription, Word
 from connectors.stats import EdgeStats
+from connectors.wire import Layout
 from contracts.chunks import Chunk
 from contracts.errors import PeerLost
 
 LOOK_OUT_NS = 20_000
+
+
+class _Read(NamedTuple):
+    """A chunk that came as message `number`, and the bytes of its tensors."""
+
+    number: int
+    chunk: Chunk
+    nbytes: int
+
+
+class _Views(NamedTuple):
+    """Of the tensors of a chunk in a slot. Kept: the next chunk there is likely to be of the same shapes, and
+    making a tensor is a large part of what receiving a small chunk takes."""
+
+    layout: Layout
+    offset: int
+    tensors: dict[str, Tensor]
 
 
 class ShmReceiver:
@@ -26,6 +47,7 @@ class ShmReceiver:
         self._bell = Bell(description.to_receiver_fd, description.to_sender_fd)
         self._closed = False
         self._naps = Naps()
+        self._views: dict[int, _Views] = {}  # slot → those of the last chunk there
         self._stale: dict[int, Chunk] = {}  # id(chunk) → chunk: held since before a reset
         self._held: dict[int, tuple[int, Chunk]] = {}  # id(chunk) → its slot; received, not released
         self._begin(self._ring.attach("receiver"))
@@ -48,7 +70,7 @@ class ShmReceiver:
                 raise PeerLost(f"edge {self._ring.description.name} has lost its sender")
             self.stats.waits_total += not waited
             waited = True
-            await self._naps.wait()
+            await self._naps.nap()
 
     async def renewed(self) -> None:
         lost = self._epoch
@@ -56,7 +78,7 @@ class ShmReceiver:
             self._bell.watch(self._heard)
             self._follow()
             if self._epoch == lost:
-                await self._naps.wait()
+                await self._naps.nap()
 
     def release(self, chunk: Chunk) -> None:
         if not self._closed:
@@ -74,7 +96,7 @@ class ShmReceiver:
             return
         self._follow()
         self._collect()
-        for slot in [slot for slot, (chunk, _) in self._queue.items() if chunk.request_id == request_id]:
+        for slot in [slot for slot, read in self._queue.items() if read.chunk.request_id == request_id]:
             self._drop(slot)
         for key in [key for key in self._next_seq if key[0] == request_id]:
             del self._next_seq[key]
@@ -100,9 +122,10 @@ class ShmReceiver:
 
     def _begin(self, epoch: int) -> None:
         self._epoch = epoch
-        self._queue: OrderedDict[int, tuple[Chunk, int]] = OrderedDict()  # slot → chunk, ns of sending
+        self._queue: OrderedDict[int, _Read] = OrderedDict()  # by slot
         self._next_seq: dict[tuple[str, str], int] = {}
         self._num_messages = 0
+        self._foreseen: _Read | None = None  # what was read of a chunk before its tensors came
         self._num_returned = 0
         self._shown_ready = False
         self._show_ready()
@@ -137,14 +160,28 @@ class ShmReceiver:
         """Takes the sender's new messages, in order."""
         count = self._ring.count(Word.SENT, self._epoch) or 0
         while self._num_messages < count:
-            entry = self._ring.message(self._num_messages)
+            number = self._num_messages
+            entry = self._ring.message(number)
             self._num_messages += 1
             slot = entry & ~CANCELLATION
             if not entry & CANCELLATION:
-                body_offset, header_nbytes, sent_ns = self._ring.preamble(slot)
-                self._queue[slot] = wire.read(self._ring.memory, body_offset, header_nbytes), sent_ns
+                read, self._foreseen = self._foreseen, None
+                if read is None or read.number != number:
+                    read = self._read(number, slot)
+                self._queue[slot] = read
             elif slot in self._queue:
                 self._drop(slot)
+
+    def _read(self, number: int, slot: int) -> _Read:
+        """What the header says; the tensors are views of what may not be there yet."""
+        body_offset, header_nbytes = self._ring.preamble(slot)
+        header, layout = wire.read_header(self._ring.memory, body_offset, header_nbytes)
+        offset = body_offset + wire.align(header_nbytes)
+        views = self._views.get(slot)
+        if views is None or views.layout is not layout or views.offset != offset:
+            views = _Views(layout, offset, wire.views(self._ring.memory, offset, layout))
+            self._views[slot] = views
+        return _Read(number, wire.as_chunk(header, views.tensors.copy()), layout.nbytes)
 
     def _look_out(self) -> None:
         """The sender may have rung ahead of a chunk: it is cheaper to wait for it than to fall asleep
@@ -155,24 +192,28 @@ class ShmReceiver:
             return
         ring.say(Word.RECEIVER_LOOKS, epoch)
         end_ns = time.monotonic_ns() + LOOK_OUT_NS
+        while (ring.count(Word.SHOWN, epoch) or 0) < coming and time.monotonic_ns() < end_ns:
+            pass
+        if ring.count(Word.SHOWN, epoch) == coming:
+            self._foreseen = self._read(coming - 1, ring.message(coming - 1))
         while (ring.count(Word.SENT, epoch) or 0) < coming and time.monotonic_ns() < end_ns:
             pass
         ring.say(Word.RECEIVER_LOOKS, 0)
         self._collect()
 
     def _deliver(self) -> Chunk:
-        slot, (chunk, sent_ns) = self._queue.popitem(last=False)
+        slot, (_, chunk, nbytes) = self._queue.popitem(last=False)
         self._check_seq(chunk)
-        chunk = self._complete(slot, chunk)
+        chunk, nbytes = self._complete(slot, chunk, nbytes)
         self._held[id(chunk)] = slot, chunk
         self.stats.chunks_total += 1
-        self.stats.bytes_total += chunk.nbytes
-        self.stats.wait.add((time.monotonic_ns() - sent_ns) / 1e9)
+        self.stats.bytes_total += nbytes
+        self.stats.wait.add((time.monotonic_ns() - self._ring.time(slot)) / 1e9)
         return chunk
 
-    def _complete(self, slot: int, chunk: Chunk) -> Chunk:
-        """What is handed out."""
-        return chunk
+    def _complete(self, slot: int, chunk: Chunk, nbytes: int) -> tuple[Chunk, int]:
+        """What is handed out, and the bytes of its tensors."""
+        return chunk, nbytes
 
     def _check_seq(self, chunk: Chunk) -> None:
         """A stream starts at 0, starts again at 0 after its cancellation, and has no gap in between. What the
@@ -188,7 +229,7 @@ class ShmReceiver:
             self._next_seq[key] = chunk.seq + 1
 
     def _drop(self, slot: int) -> None:
-        chunk, _ = self._queue.pop(slot)
+        chunk = self._queue.pop(slot).chunk
         self._next_seq.pop((chunk.request_id, chunk.stream), None)
         self._give_back(slot)
 

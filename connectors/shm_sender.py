@@ -74,13 +74,27 @@ class ShmSender(CreditedSender):
             self._bell.ring()
 
     def _write(self, slot: int, span: int | None, chunk: Chunk, packed: Packed) -> None:
-        self._fill(slot, span, packed)
-        self._announce(slot)
+        offset = self._head(slot, span, packed)
+        self._put_message(slot)
+        self._ring.publish(Word.SHOWN, self._epoch, self._num_messages)
+        try:
+            self._fill(slot, offset, packed)
+        except BaseException:
+            self._in_use[slot].cancelled = True
+            self._put_message(slot | CANCELLATION)
+            raise
+        finally:
+            self._publish()
 
-    def _fill(self, slot: int, span: int | None, packed: Packed) -> None:
-        body_offset = self._ring.body_offset(slot, span)
-        wire.write(self._ring.memory, body_offset, packed)
-        self._ring.put_preamble(slot, body_offset, len(packed.header), time.monotonic_ns())
+    def _head(self, slot: int, span: int | None, packed: Packed) -> int:
+        """Writes all but the tensors; where those lie."""
+        offset = self._ring.body_offset(slot, span)
+        self._ring.put_preamble(slot, offset, len(packed.header))
+        return wire.write_header(self._ring.memory, offset, packed)
+
+    def _fill(self, slot: int, offset: int, packed: Packed) -> None:
+        wire.write_tensors(self._ring.memory, offset, packed)
+        self._ring.put_time(slot, time.monotonic_ns())
 
     def _announce(self, slot: int) -> None:
         """Shows a filled slot to the receiver."""

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 import msgspec
 import torch
 
-from contracts.chunks import Chunk, ChunkHeader, TensorHeader
+from contracts.chunks import Chunk, ChunkHeader, TensorHeader, TensorHeaders
 
 ALIGNMENT = 64
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items() if not name.startswith("q")}  # quantized
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ChunkHeader)
+_headers_decoder = msgspec.msgpack.Decoder(TensorHeaders)
+LAYOUTS_KEPT = 1024  # per process and direction
+_Described = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 def align(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A tensor, `offset` bytes behind the header's."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Where the tensors of a chunk lie; the same object for the same tensors, while it is remembered. `size`
+    has all padding, `nbytes` has not."""
+
+    headers: msgspec.Raw
+    parts: tuple[Part, ...]
+    elsewhere: tuple[TensorHeader, ...]
+    nbytes: int
+    size: int
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -27,7 +52,7 @@ class Packed(msgspec.Struct, frozen=True):
 
     header: bytes
     tensors: tuple[torch.Tensor, ...]
-    tensor_nbytes: tuple[int, ...]
+    layout: Layout
     nbytes: int
     size: int
 
@@ -85,60 +110,98 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def pack(chunk: Chunk, on_device: Mapping[str, torch.Tensor] | None = None) -> Packed:
     """`on_device`: further tensors, which are described and left to the caller."""
-    tensors = tuple(chunk.tensors.values())
+    layout = _layout(_describe(chunk.tensors), _describe(on_device) if on_device else ())
     header = _encoder.encode(
         ChunkHeader(
             request_id=chunk.request_id,
             stream=chunk.stream,
             seq=chunk.seq,
             last=chunk.last,
-            tensors=_headers(chunk.tensors),
-            device_tensors=_headers(on_device) if on_device else (),
+            tensors=layout.headers,
             meta=chunk.meta,
         )
     )
-    tensor_nbytes = tuple([tensor.nbytes for tensor in tensors])
-    size = align(len(header)) + sum([align(nbytes) for nbytes in tensor_nbytes])
-    return Packed(header, tensors, tensor_nbytes, sum(tensor_nbytes), size)
+    return Packed(
+        header, tuple(chunk.tensors.values()), layout, layout.nbytes, align(len(header)) + layout.size
+    )
 
 
-def _headers(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorHeader, ...]:
-    headers = []
+def _describe(tensors: Mapping[str, torch.Tensor]) -> _Described:
+    described = []
     for name, tensor in tensors.items():
         assert tensor.layout is torch.strided, f"{name}: only strided tensors cross an edge"
-        assert tensor.dtype in _DTYPE_NAMES, f"{name}: only plain tensors cross an edge"
-        headers.append(TensorHeader(name, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+        described.append((name, tensor.dtype, tensor.shape))
+    return tuple(described)
+
+
+@lru_cache(LAYOUTS_KEPT)
+def _layout(here: _Described, elsewhere: _Described) -> Layout:
+    headers = TensorHeaders(here=_headers(here), elsewhere=_headers(elsewhere))
+    return _lay_out(headers, _encoder.encode(headers))
+
+
+@lru_cache(LAYOUTS_KEPT)
+def layout_of(encoded: bytes) -> Layout:
+    """Of encoded TensorHeaders."""
+    return _lay_out(_headers_decoder.decode(encoded), encoded)
+
+
+def _lay_out(headers: TensorHeaders, encoded: bytes) -> Layout:
+    parts, offset = [], 0
+    for header in headers.here:
+        nbytes = nbytes_of(header)
+        parts.append(Part(header.name, DTYPES[header.dtype], header.shape, nbytes, offset))
+        offset += align(nbytes)
+    nbytes = sum(part.nbytes for part in parts)
+    return Layout(msgspec.Raw(encoded), tuple(parts), headers.elsewhere, nbytes, offset)
+
+
+def _headers(described: Iterable[tuple[str, torch.dtype, torch.Size]]) -> tuple[TensorHeader, ...]:
+    headers = []
+    for name, dtype, shape in described:
+        assert dtype in _DTYPE_NAMES, f"{name}: only plain tensors cross an edge"
+        headers.append(TensorHeader(name, _DTYPE_NAMES[dtype], tuple(shape)))
     return tuple(headers)
 
 
 def write(memory: Memory, offset: int, packed: Packed) -> None:
     """Copies everything to `offset`; complete, GPU copies included, on return."""
+    write_tensors(memory, write_header(memory, offset, packed), packed)
+
+
+def write_header(memory: Memory, offset: int, packed: Packed) -> int:
+    """Where the tensors belong."""
     assert offset % ALIGNMENT == 0
-    header = packed.header
-    memory.pages[offset : offset + len(header)] = header
-    offset += align(len(header))
-    for tensor, nbytes in zip(packed.tensors, packed.tensor_nbytes, strict=True):
-        if nbytes:
-            _write_tensor(memory, offset, tensor, nbytes)
-        offset += align(nbytes)
-    if memory.pinned:
+    end = offset + len(packed.header)
+    memory.pages[offset:end] = packed.header
+    return align(end)
+
+
+def write_tensors(memory: Memory, offset: int, packed: Packed) -> None:
+    on_cpu = True
+    for tensor, part in zip(packed.tensors, packed.layout.parts, strict=True):
+        if part.nbytes:
+            on_cpu &= tensor.is_cpu
+            _write_tensor(memory, offset + part.offset, tensor, part)
+    if memory.pinned and not on_cpu:
         for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _write_tensor(memory: Memory, offset: int, tensor: torch.Tensor, nbytes: int) -> None:
+def _write_tensor(memory: Memory, offset: int, tensor: torch.Tensor, part: Part) -> None:
     if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # The C library's copy streams past the cache for large sizes; torch's does not.
-        ctypes.memmove(memory.address + offset, tensor.data_ptr(), nbytes)
+        ctypes.memmove(memory.address + offset, tensor.data_ptr(), part.nbytes)
         return
     if tensor.is_cuda:
         memory.pin()
-    view = memory.view(offset, nbytes, tensor.dtype, tuple(tensor.shape))
+    view = memory.view(offset, part.nbytes, part.dtype, part.shape)
     view.copy_(tensor.detach(), non_blocking=memory.pinned and tensor.is_cuda)
 
 
-def read_header(memory: Memory, offset: int, header_nbytes: int) -> ChunkHeader:
-    return _decoder.decode(memory.pages[offset : offset + header_nbytes])
+def read_header(memory: Memory, offset: int, header_nbytes: int) -> tuple[ChunkHeader, Layout]:
+    header = _decoder.decode(memory.pages[offset : offset + header_nbytes])
+    return header, layout_of(bytes(header.tensors))
 
 
 def nbytes_of(described: TensorHeader) -> int:
@@ -147,11 +210,16 @@ def nbytes_of(described: TensorHeader) -> int:
 
 def read(memory: Memory, offset: int, header_nbytes: int) -> Chunk:
     """The chunk at `offset`; its tensors are views of `memory`."""
-    header = read_header(memory, offset, header_nbytes)
-    offset += align(header_nbytes)
-    tensors = {}
-    for described in header.tensors:
-        nbytes = nbytes_of(described)
-        tensors[described.name] = memory.view(offset, nbytes, DTYPES[described.dtype], described.shape)
-        offset += align(nbytes)
+    header, layout = read_header(memory, offset, header_nbytes)
+    return as_chunk(header, views(memory, offset + align(header_nbytes), layout))
+
+
+def as_chunk(header: ChunkHeader, tensors: dict[str, torch.Tensor]) -> Chunk:
     return Chunk(header.request_id, header.stream, header.seq, header.last, tensors, header.meta)
+
+
+def views(memory: Memory, offset: int, layout: Layout) -> dict[str, torch.Tensor]:
+    return {
+        part.name: memory.view(offset + part.offset, part.nbytes, part.dtype, part.shape)
+        for part in layout.parts
+    }

@@ -21,15 +21,22 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
+class TensorHeaders(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Of all tensors of a chunk, in order."""
+
+    here: tuple[TensorHeader, ...] = ()
+    elsewhere: tuple[TensorHeader, ...] = ()  # on a device
+
+
 class ChunkHeader(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The serialisable part of a chunk: everything but the tensor bytes."""
+    """The serialisable part of a chunk: everything but the tensor bytes. `tensors` are encoded TensorHeaders,
+    the same bytes for all chunks of the same tensors: neither end works them out twice."""
 
     request_id: str
     stream: str
     seq: int
     last: bool
-    tensors: tuple[TensorHeader, ...] = ()
-    device_tensors: tuple[TensorHeader, ...] = ()  # whose bytes are elsewhere, on a device
+    tensors: msgspec.Raw
     meta: dict[str, int | float | str] = msgspec.field(default_factory=dict)
 
 
@@ -45,4 +52,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        return sum([tensor.nbytes for tensor in self.tensors.values()])
+        nbytes = 0
+        for tensor in self.tensors.values():  # cheaper than a sum, and every send asks
+            nbytes += tensor.nbytes
+        return nbytes

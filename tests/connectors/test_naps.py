@@ -22,6 +22,10 @@ def run(request: pytest.FixtureRequest) -> Callable[..., None]:
     return run_on_loop
 
 
+async def take(naps: Naps) -> None:
+    await naps.nap()
+
+
 def test_every_waiting_task_has_run_on_when_end_returns(run) -> None:
     async def main() -> None:
         naps, order = Naps(), []
@@ -29,7 +33,7 @@ def test_every_waiting_task_has_run_on_when_end_returns(run) -> None:
 
         async def wait(who: str) -> None:
             name.set(who)
-            await naps.wait()
+            await naps.nap()
             order.append(name.get())
 
         tasks = [asyncio.create_task(wait(who)) for who in "ab"]
@@ -47,7 +51,7 @@ def test_a_task_may_wait_again_and_end_others_while_it_is_resumed(run) -> None:
 
         async def wait() -> None:
             for i in range(3):
-                await naps.wait()
+                await naps.nap()
                 rounds.append(i)
             naps.end_soon()
 
@@ -57,7 +61,7 @@ def test_a_task_may_wait_again_and_end_others_while_it_is_resumed(run) -> None:
             asyncio.get_running_loop().call_soon(naps.end)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            other = other or asyncio.create_task(naps.wait())
+            other = other or asyncio.create_task(take(naps))
         await asyncio.gather(waiting, other)
         assert rounds == [0, 1, 2]
 
@@ -67,7 +71,7 @@ def test_a_task_may_wait_again_and_end_others_while_it_is_resumed(run) -> None:
 def test_a_cancelled_wait_ends_once_and_leaves_nothing(run) -> None:
     async def main() -> None:
         naps = Naps()
-        task = asyncio.create_task(naps.wait())
+        task = asyncio.create_task(take(naps))
         await asyncio.sleep(0)
         task.cancel()
         asyncio.get_running_loop().call_soon(naps.end)
@@ -76,7 +80,7 @@ def test_a_cancelled_wait_ends_once_and_leaves_nothing(run) -> None:
         assert not naps._naps
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0):
-                await naps.wait()
+                await naps.nap()
         assert not naps._naps
 
     run(main)

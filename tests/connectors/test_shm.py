@@ -456,28 +456,26 @@ def test_what_an_old_epoch_still_publishes_counts_for_nothing() -> None:
     run(main())
 
 
-def test_a_send_that_dies_half_way_is_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException):
-        pass
-
-    def die(*_: object) -> None:
-        raise Killed
+def test_a_chunk_whose_copy_fails_is_never_seen_and_gives_its_credit_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is lost")
 
     async def main() -> None:
-        with edge_of(max_chunks=2) as edge:
-            dead, receiver = ShmSender(edge.description()), ShmReceiver(edge.description())
-            monkeypatch.setattr(wire, "write", die)
-            with pytest.raises(Killed):
-                await dead.send(chunk("a", 0))
-            monkeypatch.undo()
-            receiving = asyncio.create_task(receiver.receive())
-            await settle()
-            assert not receiving.done()
-            edge.mark_dead("sender")
-            with pytest.raises(PeerLost):
-                await receiving
-            dead.close()
-            receiver.close()
+        with edge_of(max_chunks=1) as edge, ends_of(edge) as (sender, receiver):
+            for again in range(5):  # more often than there are slots, and entries
+                monkeypatch.setattr(wire, "write_tensors", fail)
+                with pytest.raises(RuntimeError, match="device"):
+                    await sender.send(chunk(f"a{again}", 0))
+                monkeypatch.undo()
+                receiving = asyncio.create_task(receiver.receive())
+                await settle()
+                assert not receiving.done()
+                await sender.send(chunk(f"b{again}", 0, tensor=torch.arange(9)))
+                got = await receiving
+                assert (got.request_id, got.tensors["x"].tolist()) == (f"b{again}", list(range(9)))
+                receiver.release(got)
 
     run(main())
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from contracts import messages
-from contracts.chunks import ChunkHeader, TensorHeader
+from contracts.chunks import ChunkHeader, TensorHeader, TensorHeaders
 from contracts.conversation import Conversation, MediaPart, Message, TextPart
 from contracts.digests import ContentDigest
 from contracts.errors import BadRequest
@@ -89,15 +89,18 @@ def test_conversations_and_headers_cross_the_wire():
     conversation = Conversation(messages=(Message(role="user", parts=(TextPart("a"), MediaPart(source))),))
     assert over_the_wire(conversation, Conversation) == conversation
     assert conversation.media() == [source]
+    tensors = TensorHeaders(here=(TensorHeader("x", "bfloat16", (2, 3)),))
     header = ChunkHeader(
         request_id="r",
         stream="0",
         seq=1,
         last=True,
-        tensors=(TensorHeader("x", "bfloat16", (2, 3)),),
+        tensors=msgspec.Raw(msgspec.msgpack.encode(tensors)),
         meta={"a": 1, "b": 0.5, "c": "d"},
     )
-    assert over_the_wire(header, ChunkHeader) == header
+    came = over_the_wire(header, ChunkHeader)
+    assert came == header
+    assert over_the_wire(came.tensors, TensorHeaders) == tensors
 
 
 def test_a_prompt_counts_its_media_tokens():
