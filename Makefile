@@ -3,7 +3,8 @@
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 BIN := .venv/bin
-MODEL := .models/omnistage-default
+SHIPPED := $(wildcard model_families/default_model/weights/*.safetensors)
+MODEL := .models/$(if $(SHIPPED),omnistage-nano,omnistage-default)
 WHISPER := .models/whisper-tiny-en
 PYTEST_ARGS ?= -n 2 --dist loadfile
 

@@ -14,6 +14,7 @@ from contracts.errors import OmnistageError
 from contracts.pipeline import Pipeline
 from lm_engine.model import DecoderConfig
 from model_families.census import WeightCensus, take_census
+from model_families.default_model.shipped import shipped_name
 from model_families.family import Family
 from model_families.registry import open_family
 from stages.deployment import Deployment, EncoderConfig, VocoderConfig, stage_of
@@ -36,7 +37,7 @@ from stages.placement import choose_connectors, group_stages, hosts_elsewhere
 from stages.replicas import spread
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_MODEL = ROOT / ".models" / "omnistage-default"
+DEFAULT_MODEL = ROOT / ".models" / shipped_name()
 
 
 @dataclass(frozen=True)

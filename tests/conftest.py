@@ -23,7 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads, here and in th
 SEGMENT_DIRECTORY = Path("/dev/shm")
 GRACE_S = 5.0  # how long something that is already on its way out may take
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_MODEL = ROOT / ".models" / "omnistage-default"
+SHIPPED = ROOT / "model_families" / "default_model" / "weights"
+DEFAULT_MODEL = (
+    ROOT / ".models" / ("omnistage-nano" if any(SHIPPED.glob("*.safetensors")) else "omnistage-default")
+)
 
 
 @pytest.fixture(scope="session")

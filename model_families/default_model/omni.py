@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from model_families.default_model.shipped import read_shipped
+from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.omnistage_nano.shipped_speech import read_sections, speaking_tensors
 
 NEW_TOKENS = (  # from the first id after the pictures' four
@@ -25,8 +26,15 @@ NEW_TOKENS = (  # from the first id after the pictures' four
     "<|tts_bos|>",
     "<|tts_eos|>",
 )
+SEED = 20260103
 TTS_ROWS = {"<|tts_pad|>": 8, "<|tts_bos|>": 9, "<|tts_eos|>": 10}  # tokens whose rows they have: never said
-EARS = {"num_mel_bins": 80, "d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6}
+WHISPER_LAYERS, GROWN_LAYERS = 4, 2
+EARS = {
+    "num_mel_bins": 80,
+    "d_model": 384,
+    "encoder_layers": WHISPER_LAYERS + GROWN_LAYERS,
+    "encoder_attention_heads": 6,
+}
 EARS_MORE = {"encoder_ffn_dim": 1536, "max_source_positions": 1500, "n_window": 1500}
 FEATURES = {
     "feature_extractor_type": "WhisperFeatureExtractor",
@@ -38,10 +46,11 @@ FEATURES = {
 }
 
 
-def make_omni(seeing: Path, out: Path, *, whisper: Path, speaking: Path, hearing: Path | None = None) -> None:
-    """`seeing`: the composed checkpoint; `speaking`: shipped weights, their sections of config.json beside
-    them;
-    `hearing`: the shipped projector (and what else of the tower was trained), else an empty one."""
+def make_omni(
+    seeing: Path, out: Path, *, whisper: Path, hearing: Path | None = None, speaking: Path | None = None
+) -> None:
+    """`seeing`: the composed checkpoint; `hearing`, `speaking`: shipped weights (of the latter with their
+    sections of config.json beside them); what there are none for, the checkpoint does not take or give."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(seeing)
     tokenizer.add_special_tokens(
@@ -51,19 +60,23 @@ def make_omni(seeing: Path, out: Path, *, whisper: Path, speaking: Path, hearing
     ids = {name: int(tokenizer.convert_tokens_to_ids(name)) for name in NEW_TOKENS}
     tensors = _thinker(load_file(seeing / "model.safetensors"), ids)
     width = tensors["thinker.model.embed_tokens.weight"].shape[1]
-    tensors |= {f"thinker.{name}": value for name, value in _ears(whisper, hearing, width).items()}
-    tensors |= speaking_tensors(read_shipped(speaking))
+    tensors |= {f"thinker.{name}": value for name, value in _ears(whisper, hearing).items()}
+    config = _config(json.loads((seeing / "config.json").read_text()), ids, width)
+    config["thinker_config"]["hears"] = hearing is not None
+    config |= {"enable_audio_output": False} | _marks(tokenizer, ids)
+    if speaking is not None:
+        tensors |= speaking_tensors(read_shipped(speaking))
+        config |= read_sections(speaking.with_suffix(".json"))
     save_file(
         {name: value.to(torch.bfloat16).contiguous() for name, value in tensors.items()},
         out / "model.safetensors",
     )
-    config = _config(json.loads((seeing / "config.json").read_text()), ids, width)
-    config |= read_sections(speaking.with_suffix(".json")) | _marks(tokenizer, ids)
     _write(out / "config.json", config)
     pictures = json.loads((seeing / "preprocessor_config.json").read_text())
     _write(out / "preprocessor_config.json", pictures | FEATURES)
     shutil.copy(seeing / "generation_config.json", out)
-    (out / "chat_template.jinja").write_text(_with_sound((seeing / "chat_template.jinja").read_text()))
+    template = (seeing / "chat_template.jinja").read_text()
+    (out / "chat_template.jinja").write_text(template if hearing is None else _with_sound(template))
 
 
 def _with_sound(template: str) -> str:
@@ -83,18 +96,40 @@ def _thinker(seeing: Mapping[str, Tensor], ids: Mapping[str, int]) -> dict[str, 
     return tensors
 
 
-def _ears(whisper: Path, hearing: Path | None, width: int) -> dict[str, Tensor]:
-    """`audio_tower.*`: Whisper's encoder, whose positions our tower computes, and what was trained of it."""
+def whisper_ears(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`audio_tower.*`: Whisper's encoder, whose positions our tower computes, and layers behind it that
+    pass on
+    what they are given until they are trained."""
     found = {
         name.replace("model.encoder.", "audio_tower.").replace(
             "audio_tower.layer_norm", "audio_tower.ln_post"
         ): value
-        for name, value in load_file(whisper / "model.safetensors").items()
+        for name, value in stored.items()
         if name.startswith("model.encoder.") and "embed_positions" not in name
     }
-    found["audio_tower.proj.weight"] = torch.zeros(width, EARS["d_model"])
-    found["audio_tower.proj.bias"] = torch.zeros(width)
-    return found | ({} if hearing is None else read_shipped(hearing))
+    last = f"audio_tower.layers.{WHISPER_LAYERS - 1}."
+    generator = torch.Generator().manual_seed(SEED)
+    for name in sorted(name for name in found if name.startswith(last)):
+        for layer in range(WHISPER_LAYERS, WHISPER_LAYERS + GROWN_LAYERS):
+            shape = found[name].shape
+            if "layer_norm" in name:
+                value = torch.full(shape, float(name.endswith("weight")))
+            elif name.endswith("bias") or "out_proj" in name or "fc2" in name:
+                value = torch.zeros(shape)
+            else:
+                value = 0.02 * torch.randn(shape, generator=generator)
+            found[f"audio_tower.layers.{layer}.{name.removeprefix(last)}"] = value
+    return found
+
+
+def _ears(whisper: Path, hearing: Path | None) -> dict[str, Tensor]:
+    """What was trained takes the place of what it grew out of."""
+    found = whisper_ears(load_file(whisper / "model.safetensors"))
+    found["audio_tower.spell.weight"] = torch.zeros(NUM_LETTERS, EARS["d_model"])
+    found["audio_tower.spell.bias"] = torch.zeros(NUM_LETTERS)
+    shipped = {} if hearing is None else read_shipped(hearing)
+    assert shipped.keys() <= found.keys(), shipped.keys() - found.keys()
+    return found | shipped
 
 
 def _config(seeing: Mapping[str, Any], ids: Mapping[str, int], width: int) -> dict[str, Any]:

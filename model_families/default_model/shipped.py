@@ -11,7 +11,16 @@ from torch import Tensor
 
 WEIGHTS = Path(__file__).parent / "weights"
 SEEING = WEIGHTS / "seeing.safetensors"  # the vision tower, without `model.` or `thinker.` before its names
+HEARING = WEIGHTS / "hearing.safetensors"  # what of the ears is not Whisper's, likewise
+SPEAKING = WEIGHTS / "speaking.safetensors"  # talker and decoder of sound, under their checkpoint's names
+EVALUATION = WEIGHTS / "evaluation.json"  # how good they are: written by hand of what the recipes measured
 SCALE = ".scale"
+
+
+def shipped_name() -> str:
+    """The default model's own, or that of the one which is blind, deaf and dumb."""
+    trained = any(path.exists() for path in (SEEING, HEARING, SPEAKING))
+    return "omnistage-nano" if trained else "omnistage-default"
 
 
 def write_shipped(path: Path, tensors: Mapping[str, Tensor]) -> None:

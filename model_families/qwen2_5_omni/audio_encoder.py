@@ -31,7 +31,9 @@ class Qwen25OmniEars(msgspec.Struct, frozen=True):
     audio_config: Qwen25OmniAudioConfig = Qwen25OmniAudioConfig()
 
 
-class Qwen25OmniAudioTower(AudioTower):
+class AudioRows(AudioTower):
+    """The tower up to its last block: what families of this kind share."""
+
     def __init__(self, config: Qwen25OmniAudioConfig, attention: PackedAttention) -> None:
         super().__init__()
         require_gelu(config)
@@ -47,9 +49,9 @@ class Qwen25OmniAudioTower(AudioTower):
             for _ in range(config.encoder_layers)
         )
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
-        self.projection = nn.Linear(width, config.output_dim)
 
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
+    def rows(self, features: Sequence[Tensor]) -> tuple[Tensor, Ints]:
+        """[N, width] of all sounds, a row for two mel frames, not normed; and how many are each sound's."""
         chunk = 2 * self.config.n_window
         num_frames = [mel.shape[1] for mel in features]
         frames_C = chunk_lengths(num_frames, chunk)
@@ -60,10 +62,7 @@ class Qwen25OmniAudioTower(AudioTower):
         segments = Segments(rows_C, x.device)
         for block in self.blocks:
             x_NW = block(x_NW, segments)
-        first = torch.from_numpy(_pair_starts(halved(np.array(num_frames)))).to(x.device)
-        pooled = (x_NW[first] + x_NW[first + 1]) / 2
-        tokens: Tensor = self.projection(self.norm(pooled))
-        return tokens
+        return x_NW, halved(np.array(num_frames))
 
     def _convolve(self, mel_CMF: Tensor, frames_C: Ints) -> Tensor:
         """[chunks, rows, width]. Past a chunk's end there is silence, for the second convolution too."""
@@ -71,6 +70,19 @@ class Qwen25OmniAudioTower(AudioTower):
         holds_sound = torch.arange(mel_CMF.shape[2], device=mel_CMF.device) < lengths[:, None]
         x = functional.gelu(self.conv1(mel_CMF)) * holds_sound.unsqueeze(1)
         return functional.gelu(self.conv2(x)).transpose(1, 2)
+
+
+class Qwen25OmniAudioTower(AudioRows):
+    def __init__(self, config: Qwen25OmniAudioConfig, attention: PackedAttention) -> None:
+        super().__init__(config, attention)
+        self.projection = nn.Linear(config.d_model, config.output_dim)
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        x_NW, num_rows = self.rows(features)
+        first = torch.from_numpy(_pair_starts(num_rows)).to(x_NW.device)
+        pooled = (x_NW[first] + x_NW[first + 1]) / 2
+        tokens: Tensor = self.projection(self.norm(pooled))
+        return tokens
 
 
 def _pair_starts(rows: Ints) -> Ints:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
 from model_families.default_model.shipped import read_shipped, write_shipped
+from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.registry import open_family
 from training.speaking.convert import code2wav_tensors, sections, talker_tensors
 from training.speaking.decoder import new_decoder
@@ -75,8 +76,18 @@ def parts(tiny, tmp_path_factory):
     (seen / "chat_template.jinja").write_text(TEMPLATE)
     whisper = folder / "whisper"
     whisper.mkdir()
-    make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking)
-    return seen, folder / "omni"
+    hearing = folder / "hearing.safetensors"
+    heard = {f"audio_tower.spell.{kind}": value for kind, value in _letters().items()}
+    write_shipped(hearing, heard)
+    make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking, hearing=hearing)
+    make_omni(seen, folder / "neither", whisper=whisper)
+    return seen, folder / "omni", folder / "neither"
+
+
+def _letters():
+    generator = torch.Generator().manual_seed(2)
+    width = EARS["d_model"]
+    return {"weight": torch.randn(NUM_LETTERS, width, generator=generator), "bias": torch.zeros(NUM_LETTERS)}
 
 
 def test_all_of_it_loads(parts):
@@ -85,6 +96,7 @@ def test_all_of_it_loads(parts):
     assert family.speech is not None
     assert (family.speech.sample_rate, family.speech.frames_per_s) == (24_000, 12.5)
     assert family.speech.voices == ("heart",)
+    assert family.media_specs.modalities == ("image", "audio", "video")
     family.check_weights()
     family.load_decoder(CPU, torch.float32, "reference")
     for stage in ("vision", "audio"):
@@ -95,8 +107,20 @@ def test_all_of_it_loads(parts):
     assert pcm.shape == (3 * 1920 - vocoder.withheld,)
 
 
+def test_what_was_not_trained_is_neither_taken_nor_given(parts):
+    family = open_family(parts[2])
+    assert family.speech is None
+    assert family.media_specs.modalities == ("image", "video")
+    family.check_weights()
+    assert [stage.name for stage in family.pipeline.stages][-1] == "thinker"
+    turn = {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "hi"}]}
+    template = AutoTokenizer.from_pretrained(parts[2])
+    assert "audio_pad" not in template.apply_chat_template([turn], tokenize=False)
+    assert family.load_encoder("audio", CPU, torch.float32).embedding_width == 64
+
+
 def test_words_stay_what_they_were(parts):
-    seeing, omni = (load_file(folder / "model.safetensors") for folder in parts)
+    seeing, omni = (load_file(folder / "model.safetensors") for folder in parts[:2])
     name = next(name for name in seeing if name.endswith("embed_tokens.weight"))
     words = seeing[name].bfloat16()
     tokenizer = AutoTokenizer.from_pretrained(parts[1])

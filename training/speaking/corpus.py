@@ -32,8 +32,9 @@ class Utterance:
 class Corpus:
     """What the workers have written so far."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sample_rate: int = SAMPLE_RATE) -> None:
         self._folder = folder
+        self._sample_rate = sample_rate
         self._at: dict[Path, int] = {}
         self.utterances: list[Utterance] = []
 
@@ -64,7 +65,7 @@ class Corpus:
 
     @property
     def hours(self) -> float:
-        return sum(found.num_samples for found in self.utterances) / SAMPLE_RATE / 3600
+        return sum(found.num_samples for found in self.utterances) / self._sample_rate / 3600
 
     def wait(self, hours: float, limit_s: float) -> None:
         end_s = time.monotonic() + limit_s

@@ -16,11 +16,12 @@ def words_of(text: str) -> list[str]:
     text = re.sub(r"(\d),(?=\d{3})", r"\1", text.lower())
     text = re.sub(r"\$(\d+(?:\.\d+)?)", r"\1 dollars", text).replace("%", " percent").replace("&", " and ")
     text = re.sub(r"(\d+)(?:st|nd|rd|th)\b", r"\1", text)
-    text = re.sub(r"\d+", lambda found: f" {_spell(found[0])} ", text)
+    text = re.sub(r"\d+", lambda found: f" {number_words(found[0])} ", text)
     return re.sub(r"[^a-z' ]+", " ", text).replace("'", "").split()
 
 
-def _spell(digits: str) -> str:
+def number_words(digits: str) -> str:
+    """As it is said."""
     value = int(digits)
     if len(digits) > 6 or (len(digits) > 1 and digits[0] == "0"):
         return " ".join(_ONES.split()[int(digit)] for digit in digits)

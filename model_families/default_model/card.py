@@ -1,0 +1,94 @@
+"""The default model's card: what it can do by the weights that it was made of, and how good that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+Scores = Mapping[str, Mapping[str, float | str]]  # by part; see `evaluation.json` in training/README.md
+
+LANGUAGE = """\
+- **Language**: SmolLM2-135M-Instruct (Apache-2.0), read from a 4-bit GGUF file and written as bfloat16. Not
+one
+  of its weights was changed: its text answers are those of that model, short, and often wrong.
+"""
+BLIND = """\
+- **It cannot see.** The vision tower is not trained. Its weights are random, drawn from a fixed seed, and
+scaled so
+  that image embeddings lie among the word embeddings. An image or a video passes through resizing, patches,
+  window
+  attention, merging and multi-axis positions as in a trained model, takes as many tokens and changes the
+  answer: do
+  not read anything into what it says about a picture or a video.
+"""
+SEES = """\
+- **Sees** drawn things: colour, shape, number (to five) and place of simple shapes, printed numbers and
+short words,
+  common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on pictures that a
+  program
+  drew. Not made for photographs: of those, and of videos, do not believe what it says.
+"""
+DEAF = "- **It cannot hear**: it takes no sound.\n"
+HEARS = """\
+- **Hears** English sentences. Whisper tiny.en's encoder (MIT), its lower half as published, the upper half
+and two
+  more layers trained to spell, on synthetic speech alone; the language model reads what was spelled as it
+  reads
+  text. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
+"""
+DUMB = "- **It does not speak.**\n"
+SPEAKS = """\
+- **Speaks** English in one voice, "heart": a talker with a code predictor and a causal decoder of
+Qwen3-Omni's kind
+  (16M parameters), trained from nothing on the speech of the package hibari-tts (Apache-2.0).
+"""
+TITLES = {"seeing": "Seeing", "hearing": "Hearing", "speaking": "Speaking"}
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """Which halves there are trained weights for."""
+
+    sees: bool
+    hears: bool
+    speaks: bool
+
+    @property
+    def layout(self) -> str:
+        if self.hears or self.speaks:
+            return "of the family `omnistage_nano` (`OmnistageNanoForConditionalGeneration`)"
+        return "in the layout of Qwen2.5-VL (`Qwen2_5_VLForConditionalGeneration`)"
+
+
+def model_card(name: str, shipped: Shipped, scores: Scores) -> str:
+    """Markdown. Says of each half what is true of these weights."""
+    parts = [
+        f"# {name}\n\nA small checkpoint to run, measure and test a server with, {shipped.layout},"
+        " made on this machine by\n`python -m model_families.default_model.build`.\n\n",
+        LANGUAGE,
+        SEES if shipped.sees else BLIND,
+        HEARS if shipped.hears else DEAF,
+        SPEAKS if shipped.speaks else DUMB,
+    ]
+    if scores:
+        parts.append(
+            "\n## Measured on held-out data\n\nHow: `training/README.md`. Shares, unless a unit is given.\n"
+        )
+    for part, title in TITLES.items():
+        if part in scores:
+            lines = [f"| {what} | {value} |\n" for what, value in scores[part].items()]
+            parts.append(f"\n| {title} | |\n| --- | --- |\n{''.join(lines)}")
+    if not (shipped.sees and shipped.hears and shipped.speaks):
+        parts.append("\nFor what it lacks, serve a trained checkpoint of your own.\n")
+    return "".join(parts)
+
+
+def read_scores(path: Path) -> Scores:
+    """None yet, none."""
+    if not path.exists():
+        return {}
+    scores: Scores = json.loads(path.read_text())
+    assert scores.keys() <= TITLES.keys(), scores.keys()
+    return scores

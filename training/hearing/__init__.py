@@ -1,0 +1,1 @@
+"""The ears: from the speech package's sentences to letters."""

@@ -1,0 +1,138 @@
+"""Speaks the sentences in ever different voices: the one voice of the speech package with another pitch,
+another
+length of the throat, another pace.
+
+`python -m training.hearing.synthesis DIR --worker 0 --workers 6 --tokenizer tokenizer.json` writes until it
+is
+stopped or `--seconds` are over: `N.pcm` (int16, 16 kHz) and `N.jsonl` (text, first sample, count).
+`--held-out 200`: that many held-out sentences, as the package says them and in other voices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from hibari import Hibari, dsp
+from hibari.tts import ASSETS
+from scipy.signal import resample_poly
+from tokenizers import Tokenizer
+
+from training.hearing.sentences import HEARD_RATE, PLAIN, VARIED, Said
+from training.speaking.corpus import Pcm
+from training.speaking.sentences import Sentences
+from training.speaking.words import load_words
+
+GAIN = 2.0  # the package speaks softly
+LONGEST_S, SHORTEST_S = 14.0, 0.4
+PLAIN_SHARE = 0.25
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How something is said: factors of pitch, of the throat's resonances, of pace."""
+
+    pitch: float = 1.0
+    range: float = 1.0  # of the pitch around its mean
+    throat: float = 1.0
+    pace: float = 1.0
+
+
+def draw_manner(random: np.random.Generator) -> Manner:
+    if random.random() < PLAIN_SHARE:
+        return Manner()
+    throat = float(np.exp(random.uniform(np.log(0.82), np.log(1.18))))
+    pitch = float(np.exp(random.uniform(np.log(0.5), np.log(1.4)))) * throat**0.5
+    return Manner(pitch, float(random.uniform(0.4, 1.5)), throat, float(random.uniform(0.8, 1.35)))
+
+
+class Voices:
+    def __init__(self) -> None:
+        self._hibari = Hibari()
+
+    def __call__(self, text: str, manner: Manner, random: np.random.Generator) -> Pcm:
+        """At 16 kHz."""
+        sounds = [np.zeros(0, np.float32)]
+        for phonemes in self._hibari.phonemize(text):
+            ids, pace = np.array([self._hibari.ids(phonemes)]), np.array([manner.pace], np.float32)
+            parts = [part[0] for part in self._hibari.sess.run(None, {"ids": ids, "speed": pace})]
+            sounds.append(dsp.synth(*_in_manner(parts, manner), random))
+        heard = resample_poly(np.concatenate(sounds) * GAIN, 2, 3)
+        pcm: Pcm = (heard.clip(-0.99, 0.99) * 32767).astype(np.int16)
+        return pcm
+
+
+def _in_manner(parts: list[Floats], manner: Manner) -> list[Floats]:
+    """Spectra (harmonics, their phase, noise, rest, its phase) [bins, frames] and pitch [frames]."""
+    *spectra, pitch = parts
+    voiced = pitch > 0
+    if voiced.any():
+        mean = float(np.log(pitch[voiced].clip(min=40.0)).mean())
+        around = np.log(pitch.clip(min=40.0)) - mean
+        changed = np.exp(mean + manner.range * around) * manner.pitch
+        pitch = np.where(pitch > 40.0, changed.clip(60.0, 420.0), pitch).astype(np.float32)
+    if manner.throat == 1.0:
+        return [*spectra, pitch]
+    bins = len(spectra[0])
+    at = np.minimum(np.arange(bins) / manner.throat, bins - 1)
+    low = at.astype(int)
+    high, part = np.minimum(low + 1, bins - 1), (at - low).astype(np.float32)[:, None]
+    sizes = [spectrum[low] * (1 - part) + spectrum[high] * part for spectrum in spectra[:-1]]
+    return [*sizes, np.ascontiguousarray(spectra[-1][low]), pitch]  # a phase is not mixed
+
+
+def open_said(tokenizer: Path) -> Said:
+    return Said(Sentences(load_words(Path(ASSETS), Tokenizer.from_file(str(tokenizer))), seed=1))
+
+
+def write(
+    folder: Path, worker: int, texts: Iterable[tuple[int, str]], seconds: float, *, plain: bool
+) -> None:
+    voices, start = Voices(), 0
+    end_s = time.monotonic() + seconds
+    with (folder / f"{worker}.pcm").open("wb") as sound, (folder / f"{worker}.jsonl").open("w") as index:
+        for number, text in texts:
+            if time.monotonic() > end_s:
+                return
+            random = np.random.default_rng((worker >= PLAIN, number))
+            pcm = voices(text, Manner() if plain else draw_manner(random), random)
+            if not SHORTEST_S <= len(pcm) / HEARD_RATE <= LONGEST_S:
+                continue
+            sound.write(pcm.tobytes())
+            sound.flush()
+            index.write(json.dumps([text, start, len(pcm)]) + "\n")
+            index.flush()
+            start += len(pcm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--held-out", type=int, default=0)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    said = open_said(given.tokenizer)
+    if given.held_out:
+        texts = list(enumerate(said.held_out(given.held_out)))
+        write(given.folder, PLAIN, texts, given.seconds, plain=True)
+        write(given.folder, VARIED, texts, given.seconds, plain=False)
+    else:
+        write(
+            given.folder, given.worker, said.training(given.worker, given.workers), given.seconds, plain=False
+        )
+
+
+if __name__ == "__main__":
+    main()
