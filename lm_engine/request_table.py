@@ -5,6 +5,7 @@ Shapes: T tokens of a step, R sequences in it, A position axes, L tokens of a se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,7 +34,14 @@ class Row:
     num_prompt_tokens: int
     num_known_tokens: int  # tokens that the table holds or that a step in flight will write
     plain_from: int | None  # sequence index from which its draws need no more than a temperature; None: never
+    last_position: float  # of its prompt; infinite where not all positions are whole numbers
     num_blocks: int = 0
+
+    @property
+    def draws_greedily(self) -> bool:
+        """It takes the largest logit, once single ones are adjusted."""
+        sampling = self.sampling
+        return sampling.greedy and not sampling.has_penalties and sampling.logprobs is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +169,7 @@ class RequestTable:
                 admission.num_prompt_tokens,
                 len(admission.token_ids),
                 _plain_from(admission),
+                _last_position(admission),
             )
 
     def write_admissions(self, admissions: Sequence[Admission]) -> None:
@@ -312,6 +321,15 @@ def _plain_from(admission: Admission) -> int | None:
     if filters or sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None:
         return None
     return admission.num_prompt_tokens + sampling.min_tokens
+
+
+def _last_position(admission: Admission) -> float:
+    positions_AL, delta = admission.positions_AL, admission.position_delta
+    if delta > 0 or delta % 1 or admission.num_prompt_tokens + delta < 0 or positions_AL.min() < 0:
+        return math.inf
+    if positions_AL.dtype.kind == "f" and (positions_AL % 1).any():
+        return math.inf
+    return float(positions_AL.max())
 
 
 def _float_params(sampling: SamplingParams) -> tuple[float, ...]:

@@ -5,6 +5,8 @@ Shapes: S sampling rows, V vocabulary, P of the S rows with penalties, L history
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -40,7 +42,7 @@ class RowSampler:
             logits_SV,
             row_params,
             needs_of(params),
-            self._adjustments(inputs),
+            self.adjustments(inputs.host_slots_S, inputs.host_next_index_S),
             self._penalties(inputs, params),
             self._logprobs_wanted(params),
         )
@@ -53,15 +55,16 @@ class RowSampler:
             num_prompt_S=self.table.num_prompt[inputs.slots_S],
         )
 
-    def _adjustments(self, inputs: SampledRows) -> Adjustments | None:
+    def adjustments(self, slots: Sequence[int], next_index: Sequence[int]) -> Adjustments | None:
+        """Biased tokens, and ends that are forbidden still."""
         entries: list[tuple[int, int]] = []
         values: list[float] = []
-        for i, slot in enumerate(inputs.host_slots_S):
+        for i, slot in enumerate(slots):
             row = self.table.rows[slot]
             bias = row.sampling.logit_bias
             entries += [(i, token) for token, _ in bias]
             values += [value for _, value in bias]
-            if inputs.host_next_index_S[i] - row.num_prompt_tokens < row.sampling.min_tokens:
+            if next_index[i] - row.num_prompt_tokens < row.sampling.min_tokens:
                 forbidden = {*row.stop_token_ids, *row.sampling.stop_token_ids}
                 entries += [(i, token) for token in forbidden]
                 values += [-np.inf] * len(forbidden)

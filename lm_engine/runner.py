@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
 from lm_engine.logits_rule import LogitsRule
 from lm_engine.model import AligningModel, AttentionBackend, DecoderModel, PagedKV
+from lm_engine.native.decodes import NativeDecodes, make_decodes
 from lm_engine.passes import MixedPasses, make_passes
 from lm_engine.plan import (
     AlignmentRead,
@@ -34,6 +36,12 @@ from lm_engine.row_sampler import RowSampler
 from lm_engine.sampler import Logprobs, Sampled
 
 
+class Completion(Protocol):
+    def synchronize(self) -> None:
+        """Waits for it. Raises EngineError when the step failed."""
+        ...
+
+
 @dataclass(frozen=True)
 class LaunchedStep:
     """A step whose kernels are under way: host copies of its results are complete once `done` is."""
@@ -42,7 +50,7 @@ class LaunchedStep:
     slots_S: tuple[int, ...]
     num_top_S: tuple[int | None, ...]  # alternatives each row wants; None = no log-probabilities
     results: Sampled | None
-    done: torch.cuda.Event | None  # None: already complete
+    done: Completion | None  # None: already complete
     hidden: tuple[Tensor, ...] = ()
     affinities: tuple[Tensor, ...] = ()  # [tokens, positions] of each alignment read
 
@@ -67,7 +75,8 @@ class Runner:
         rule: LogitsRule | None = None,
     ) -> None:
         """`cuda_graphs`: decode steps and small mixed ones are captured on first use and replayed, where
-        device and attention allow. `rule`: what the model's family forbids as the next token."""
+        device and attention allow; native kernels are given whole decode steps. `rule`: what the model's
+        family forbids as the next token."""
         self.model = model
         self.attention = attention
         self.kv = kv
@@ -83,9 +92,11 @@ class Runner:
         self._copies = HostCopies(model.device)
         self._graphs: DecodeGraphs | None = None
         self._passes: MixedPasses | None = None
+        self._decodes: NativeDecodes | None = None
         if cuda_graphs and rule is None:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
             self._passes = make_passes(model, attention, kv, self.table)
+            self._decodes = make_decodes(model, attention, kv, self.table)
         self._launcher = device_thread(model.device, "runner-launch")
         self._collector = device_thread(model.device, "runner-collect")
 
@@ -109,9 +120,11 @@ class Runner:
         graphs.compile_all()
 
     def close(self) -> None:
-        """Finishes what was submitted, then ends both threads."""
+        """Finishes what was submitted, then ends the threads."""
         self._launcher.shutdown()
         self._collector.shutdown()
+        if self._decodes is not None:
+            self._decodes.close()
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> LaunchedStep:
@@ -141,6 +154,10 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> LaunchedStep:
         self.table.turn_over(plan.released_slots, plan.admissions)
+        if self._decodes is not None:
+            if self._decodes.takes(plan):
+                return self._queue(self._decodes, plan)
+            self._decodes.settle()  # what follows is done on this thread
         self.table.write_admissions(plan.admissions)
         self._copy_blocks(plan.block_copies)
         if self._graphs is not None and takes(self._graphs, plan):
@@ -163,6 +180,13 @@ class Runner:
         results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in inputs.host_slots_S)
         return LaunchedStep(plan.step_id, inputs.host_slots_S, wanted, results, done)
+
+    def _queue(self, decodes: NativeDecodes, plan: StepPlan) -> LaunchedStep:
+        packed_4R = self.table.pack_decodes(plan.sequences)
+        slots = tuple(step.slot for step in plan.sequences)
+        adjustments = self._sample.adjustments(slots, [step.start + 1 for step in plan.sequences])
+        sampled, done = decodes.submit(packed_4R, adjustments)
+        return LaunchedStep(plan.step_id, slots, (None,) * len(slots), sampled, done)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> LaunchedStep:
         """The same step by a graph. It always draws as if all rows were plain; others are drawn again."""

@@ -73,7 +73,8 @@ def _prepare(
     q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, kv: PagedKV, metadata: AttentionMetadata
 ) -> _Prepared:
     num_tokens, num_heads, head_dim = q_TND.shape
-    call = describe_attention(num_tokens, num_heads, head_dim, dtype_code(q_TND), kv, metadata)
+    call = describe_cache(num_heads, head_dim, dtype_code(q_TND), kv)
+    describe_step(call, num_tokens, metadata)
     assert k_TGD.shape[1:] == kv.keys.shape[3:]
     return _Prepared(
         metadata,
@@ -94,10 +95,8 @@ def layer_bytes(kv: PagedKV) -> int:
     return kv.keys.stride(0) * kv.keys.dtype.itemsize
 
 
-def describe_attention(
-    num_tokens: int, num_heads: int, head_dim: int, dtype: int, kv: PagedKV, metadata: AttentionMetadata
-) -> CAttention:
-    """All but q, k, v and out, with the first layer's cache. Points into `kv` and `metadata`: keep both."""
+def describe_cache(num_heads: int, head_dim: int, dtype: int, kv: PagedKV) -> CAttention:
+    """All that stays the same over the steps, with the first layer's cache. Points into `kv`: keep it."""
     num_kv_heads = kv.keys.shape[3]
     assert head_dim <= MAX_HEAD_DIM
     assert num_heads % num_kv_heads == 0
@@ -107,17 +106,9 @@ def describe_attention(
     assert kv.keys.shape[4] == head_dim
     assert kv.keys.is_contiguous()
     assert kv.values.is_contiguous()
-    _check_metadata(metadata, num_tokens)
     return CAttention(
         keys=kv.keys.data_ptr(),
         values=kv.values.data_ptr(),
-        query_starts=metadata.query_starts.data_ptr(),
-        lengths=metadata.sequence_lengths.data_ptr(),
-        blocks=metadata.block_tables.data_ptr(),
-        slots=metadata.slot_mapping.data_ptr(),
-        blocks_stride=metadata.block_tables.stride(0),
-        tokens=num_tokens,
-        sequences=metadata.sequence_lengths.shape[0],
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_dim,
@@ -126,6 +117,18 @@ def describe_attention(
         cache_dtype=dtype_code(kv.keys),
         scale=head_dim**-0.5,
     )
+
+
+def describe_step(call: CAttention, num_tokens: int, metadata: AttentionMetadata) -> None:
+    """Adds the step's sequences. Points into `metadata`: keep it."""
+    _check_metadata(metadata, num_tokens)
+    call.query_starts = metadata.query_starts.data_ptr()
+    call.lengths = metadata.sequence_lengths.data_ptr()
+    call.blocks = metadata.block_tables.data_ptr()
+    call.slots = metadata.slot_mapping.data_ptr()
+    call.blocks_stride = metadata.block_tables.stride(0)
+    call.tokens = num_tokens
+    call.sequences = metadata.sequence_lengths.shape[0]
 
 
 def _rows(x_THD: Tensor, head_dim: int) -> Tensor:

@@ -11,7 +11,7 @@ __all__ = ["BuildError", "build", "cache_directory", "library_path"]
 KERNELS = CLibrary(
     name="kernels",
     folder=Path(__file__).parent,
-    sources=("pool.c", "tile.c", "linear.c", "elementwise.c", "attention.c", "pass.c"),
+    sources=("pool.c", "tile.c", "linear.c", "elementwise.c", "attention.c", "pass.c", "decode.c"),
     headers=("kernels.h",),
     linked=("-lm", "-lpthread"),
 )

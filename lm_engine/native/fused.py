@@ -18,9 +18,78 @@ from torch import Tensor
 from lm_engine.layers.kernels import DecoderLayer, HeadShape, Kernels, Linear
 from lm_engine.layers.mlp import DenseMlp
 from lm_engine.model import AttentionMetadata, PagedKV
-from lm_engine.native.attention import describe_attention, layer_bytes
-from lm_engine.native.library import DTYPE_CODES, CAttention, CLayer, CPass, CRope, check, dtype_code
+from lm_engine.native.attention import describe_cache, describe_step, layer_bytes
+from lm_engine.native.library import DTYPE_CODES, CLayer, CPass, CRope, check, dtype_code
 from lm_engine.native.linear import NativeLinear
+
+
+def runs_in_one_call(layers: Sequence[DecoderLayer]) -> bool:
+    """Whether all of them are dense, and their linears these kernels' own."""
+    for layer in layers:
+        if not isinstance(layer.mlp, DenseMlp):
+            return False
+        linears = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        if not all(isinstance(linear, NativeLinear) for linear in linears):
+            return False
+    return True
+
+
+class PassDescriber:
+    """What C knows of dense layers. Keeps them alive: what is described points into them, and into `kv`."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], heads: HeadShape, eps: float) -> None:
+        mlp = layers[0].mlp
+        assert isinstance(mlp, DenseMlp)
+        self.layers = tuple(layers)
+        self._heads, self._eps = heads, eps
+        self._layers = (CLayer * len(layers))(*map(_describe_layer, layers))
+        self._hidden, self._intermediate = mlp.down.out_features, mlp.down.in_features
+        self._widths = {
+            "normed": self._hidden,
+            "qkv": heads.width,
+            "attended": heads.num_heads * heads.head_dim,
+            "gate_up": mlp.gate_up.out_features,
+            "gated": self._intermediate,
+            "mixed": self._hidden,
+        }
+
+    def workspace(self, num_tokens: int) -> Tensor:
+        """Working memory of a pass over so many tokens, or fewer."""
+        return torch.empty(num_tokens * sum(self._widths.values()), dtype=torch.float32)
+
+    def describe(self, kv: PagedKV, first_layer: int, num_tokens: int, workspace: Tensor) -> CPass:
+        """A pass over `num_tokens` or fewer, but for the residual stream, the turns and what attention has to
+        know of the step. The first of the layers is the cache's `first_layer`."""
+        parts, at = {}, workspace.data_ptr()
+        for name, width in self._widths.items():
+            parts[name] = at
+            at += num_tokens * width * workspace.itemsize
+        assert at <= workspace.data_ptr() + workspace.nbytes
+        norm, heads = self.layers[0].qk_norm, self._heads
+        attention = describe_cache(heads.num_heads, heads.head_dim, DTYPE_CODES[torch.float32], kv)
+        assert attention.kv_heads == heads.num_kv_heads
+        attention.keys += first_layer * layer_bytes(kv)
+        attention.values += first_layer * layer_bytes(kv)
+        rope = CRope(
+            query_heads=heads.num_heads,
+            key_heads=heads.num_kv_heads,
+            half=heads.head_dim // 2,
+            weight_dtype=0 if norm is None else dtype_code(norm.query_weight_D),
+            eps=0.0 if norm is None else norm.eps,
+        )
+        return CPass(
+            layers=ctypes.addressof(self._layers),
+            **parts,
+            num_layers=len(self.layers),
+            rows=num_tokens,
+            hidden=self._hidden,
+            intermediate=self._intermediate,
+            layer_bytes=layer_bytes(kv),
+            rope=rope,
+            attention=attention,
+            norm_dtype=dtype_code(self.layers[0].input_norm_H),
+            eps=self._eps,
+        )
 
 
 @dataclass(frozen=True)
@@ -42,8 +111,7 @@ class NativePass:
     def __init__(self, library: ctypes.CDLL, kernels: Kernels) -> None:
         self._pass = library.decoder_pass
         self._kernels = kernels
-        # By the first layer's id. The layers are kept alive: what is described points into them.
-        self._described: dict[int, tuple[list[DecoderLayer], ctypes.Array[CLayer]]] = {}
+        self._described: dict[int, PassDescriber] = {}  # by the first layer's id
 
     def takes(self, metadata: AttentionMetadata) -> bool:
         return not metadata.padded
@@ -93,43 +161,21 @@ class NativePass:
         residual_TH += layer.mlp(normed_TH)
 
     def _run_dense(self, layers: list[DecoderLayer], first: int, step: _Step) -> None:
-        residual_TH, heads, kv = step.residual_TH, step.heads, step.kv
-        num_tokens, hidden = residual_TH.shape
-        mlp = layers[0].mlp
-        assert isinstance(mlp, DenseMlp)
-        assert step.cos_TP.shape == step.sin_TP.shape == (num_tokens, heads.head_dim // 2)
-        widths = {
-            "normed": hidden,
-            "qkv": heads.width,
-            "attended": heads.num_heads * heads.head_dim,
-            "gate_up": mlp.gate_up.out_features,
-            "gated": mlp.down.in_features,
-            "mixed": hidden,
-        }
-        workspace = torch.empty(num_tokens * sum(widths.values()), dtype=torch.float32)
-        parts = torch.split(workspace, [num_tokens * width for width in widths.values()])
-        call = CPass(
-            layers=ctypes.addressof(self._describe(layers)),
-            residual=residual_TH.data_ptr(),
-            **{name: part.data_ptr() for name, part in zip(widths, parts, strict=True)},
-            num_layers=len(layers),
-            rows=num_tokens,
-            hidden=hidden,
-            intermediate=mlp.down.in_features,
-            layer_bytes=layer_bytes(kv),
-            rope=_describe_rope(step, layers[0]),
-            attention=_attention_from(first, step),
-            norm_dtype=dtype_code(layers[0].input_norm_H),
-            eps=step.eps,
-        )
+        describer, residual_TH = self._describer(layers, step), step.residual_TH
+        num_tokens = len(residual_TH)
+        assert step.cos_TP.shape == step.sin_TP.shape == (num_tokens, step.heads.head_dim // 2)
+        workspace = describer.workspace(num_tokens)
+        call = describer.describe(step.kv, first, num_tokens, workspace)
+        call.residual = residual_TH.data_ptr()
+        call.rope.cos, call.rope.sin = step.cos_TP.data_ptr(), step.sin_TP.data_ptr()
+        describe_step(call.attention, num_tokens, step.metadata)
         check(self._pass(ctypes.addressof(call), torch.get_num_threads()))
 
-    def _describe(self, layers: list[DecoderLayer]) -> ctypes.Array[CLayer]:
+    def _describer(self, layers: list[DecoderLayer], step: _Step) -> PassDescriber:
         known = self._described.get(id(layers[0]))
-        if known is None or len(known[0]) != len(layers):
-            known = layers, (CLayer * len(layers))(*map(_describe_layer, layers))
-            self._described[id(layers[0])] = known
-        return known[1]
+        if known is None or len(known.layers) != len(layers):
+            known = self._described[id(layers[0])] = PassDescriber(layers, step.heads, step.eps)
+        return known
 
 
 def _describe_layer(layer: DecoderLayer) -> CLayer:
@@ -149,26 +195,3 @@ def _describe_layer(layer: DecoderLayer) -> CLayer:
 def _address(linear: Linear) -> int:
     assert isinstance(linear, NativeLinear), "a linear of other kernels"
     return linear.address
-
-
-def _describe_rope(step: _Step, layer: DecoderLayer) -> CRope:
-    norm, heads = layer.qk_norm, step.heads
-    return CRope(
-        cos=step.cos_TP.data_ptr(),
-        sin=step.sin_TP.data_ptr(),
-        query_heads=heads.num_heads,
-        key_heads=heads.num_kv_heads,
-        half=heads.head_dim // 2,
-        weight_dtype=0 if norm is None else dtype_code(norm.query_weight_D),
-        eps=0.0 if norm is None else norm.eps,
-    )
-
-
-def _attention_from(layer: int, step: _Step) -> CAttention:
-    heads = step.heads
-    assert step.kv.keys.shape[3] == heads.num_kv_heads
-    num_tokens, dtype = len(step.residual_TH), DTYPE_CODES[torch.float32]
-    call = describe_attention(num_tokens, heads.num_heads, heads.head_dim, dtype, step.kv, step.metadata)
-    call.keys += layer * layer_bytes(step.kv)
-    call.values += layer * layer_bytes(step.kv)
-    return call

@@ -93,7 +93,7 @@ INLINE f32x8 exp8(f32x8 x) {
 /* Memory of the calling thread, valid until its next call with the same slot; grows, freed when the thread ends.
  * NULL when the system has none left. */
 void *scratch(int slot, size_t bytes);
-enum { SCRATCH_ACTIVATIONS, SCRATCH_TASKS, SCRATCH_SLOTS };
+enum { SCRATCH_ACTIVATIONS, SCRATCH_TASKS, SCRATCH_INPUTS, SCRATCH_SLOTS };
 
 /* Runs run(context, task) for every task in [0, count) on up to `threads` threads, the caller among them. Which thread
  * runs a task is left open. Safe from several threads at once, not from within a task. */
@@ -141,6 +141,22 @@ struct attention { /* strides count elements */
     float scale;
 };
 
+struct layer { /* mirrored in library.py; norms of the residual have the pass's dtype, of the heads the rope's */
+    const struct linear *qkv, *output, *gate_up, *down;
+    const void *input_norm, *post_norm, *query_norm, *key_norm;
+};
+
+struct pass { /* mirrored in library.py; all activations are contiguous float32 */
+    const struct layer *layers;
+    float *residual;                            /* [rows, hidden] */
+    float *normed, *qkv, *attended, *gate_up, *gated, *mixed; /* working memory */
+    int64_t num_layers, rows, hidden, intermediate, layer_bytes; /* of one layer's keys, or values */
+    struct rope rope;           /* without the heads' norms */
+    struct attention attention; /* of the first layer, without q, k, v and out */
+    int32_t norm_dtype;
+    float eps;
+};
+
 int32_t linear_forward(const struct linear *linear, const void *x, int32_t x_dtype, int64_t ldx, void *y,
                        int32_t y_dtype, int64_t ldy, int64_t rows, int32_t threads);
 void rms_norm(const void *x, int64_t ldx, void *residual, const void *weight, int32_t weight_dtype, float eps,
@@ -153,6 +169,8 @@ void rope_heads(const struct rope *rope, void *x, int64_t ldx, int32_t dtype, in
 void rotate_heads(const struct rope *rope, void *x, int32_t dtype, int64_t at, const void *weight, int64_t heads,
                   int64_t row);
 int32_t attend(const struct attention *a, int32_t threads);
+/* The residual stream through all layers, before the final norm. Returns 0, or 1 when out of memory. */
+int32_t decoder_pass(const struct pass *p, int32_t threads);
 /* attend for a step of one query a sequence, whose q and k are rotated first, in place. */
 int32_t attend_rotating(const struct attention *a, const struct rope *rope, int32_t threads);
 

@@ -27,7 +27,7 @@ class NativeKernels:
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
         self._memory = PanelMemory(library)
         self.attention: AttentionBackend = NativeAttention(library)
         self.fused_pass: FusedPass | None = NativePass(library, self)
@@ -41,7 +41,7 @@ class NativeKernels:
     def pack_linear(
         self, weight_OI: Tensor, bias_O: Tensor | None = None, *, float32_output: bool = False
     ) -> NativeLinear:
-        return NativeLinear(self._library, self._memory, weight_OI, bias_O, float32_output)
+        return NativeLinear(self.library, self._memory, weight_OI, bias_O, float32_output)
 
     def pack_experts(self, weights: Sequence[ExpertWeights]) -> Experts:
         return sliced_experts(self, weights)
@@ -67,7 +67,7 @@ class NativeKernels:
         width = x_TH.shape[-1]
         assert weight_H.shape == (width,)
         assert weight_H.is_contiguous()
-        self._library.rms_norm(
+        self.library.rms_norm(
             x_TH.data_ptr(),
             width,
             None if residual_TH is None else residual_TH.data_ptr(),
@@ -87,7 +87,7 @@ class NativeKernels:
         double = gate_up_T2I.shape[-1]
         assert double % 2 == 0
         y_TI = torch.empty(*gate_up_T2I.shape[:-1], double // 2, dtype=gate_up_T2I.dtype)
-        self._library.silu_mul(
+        self.library.silu_mul(
             gate_up_T2I.data_ptr(),
             double,
             y_TI.data_ptr(),
@@ -118,7 +118,7 @@ class NativeKernels:
             0 if norm is None else _norm_dtype(norm, heads.head_dim),
             0.0 if norm is None else norm.eps,
         )
-        self._library.rope_heads(
+        self.library.rope_heads(
             ctypes.addressof(rope),
             qkv_TX.data_ptr(),
             heads.width,

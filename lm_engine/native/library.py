@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -81,6 +81,26 @@ class CPass(ctypes.Structure):
     )
 
 
+class CRequestTable(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("tokens", "blocks", "positions", "position_delta", "num_prompt")),
+        *((name, c_int64) for name in ("slots", "tokens_stride", "blocks_stride", "positions_stride")),
+    )
+
+
+class CDecode(ctypes.Structure):
+    _fields_ = (
+        ("layers_pass", CPass),
+        ("table", CRequestTable),
+        *((name, c_void_p) for name in ("cos", "sin", "axes")),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "head", "packed")),
+        *((name, c_void_p) for name in ("adjusted_rows", "adjusted_tokens", "adjustments")),
+        *((name, c_void_p) for name in ("logits", "drawn", "valid")),
+        ("num_adjustments", c_int64),
+        *((name, c_int32) for name in ("embedding_dtype", "threads", "status")),
+    )
+
+
 _P, _I, _L = c_void_p, c_int32, c_int64
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pack_linear": (None, (_P, _L, _P, _I, _L, _L, _I)),
@@ -92,6 +112,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rope_heads": (None, (_P, _P, _L, _I, _L, _I)),
     "attend": (_I, (_P, _I)),
     "decoder_pass": (_I, (_P, _I)),
+    "queue_open": (_P, ()),
+    "queue_submit": (c_uint64, (_P, _P)),
+    "queue_wait": (None, (_P, c_uint64)),
+    "queue_close": (None, (_P,)),
 }
 
 

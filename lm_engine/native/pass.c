@@ -2,22 +2,6 @@
  * without the interpreter between them, and in a step of decodes without a pause between rotation and attention. */
 #include "kernels.h"
 
-struct layer { /* mirrored in library.py; norms of the residual have the pass's dtype, of the heads the rope's */
-    const struct linear *qkv, *output, *gate_up, *down;
-    const void *input_norm, *post_norm, *query_norm, *key_norm;
-};
-
-struct pass { /* mirrored in library.py; all activations are contiguous float32 */
-    const struct layer *layers;
-    float *residual;                            /* [rows, hidden] */
-    float *normed, *qkv, *attended, *gate_up, *gated, *mixed; /* working memory */
-    int64_t num_layers, rows, hidden, intermediate, layer_bytes; /* of one layer's keys, or values */
-    struct rope rope;           /* without the heads' norms */
-    struct attention attention; /* of the first layer, without q, k, v and out */
-    int32_t norm_dtype;
-    float eps;
-};
-
 static int decodes_only(const struct attention *a) {
     for (int64_t s = 0; s < a->sequences; s++)
         if (a->query_starts[s + 1] - a->query_starts[s] != 1) return 0;
@@ -52,7 +36,6 @@ static int32_t mlp_block(const struct pass *p, const struct layer *layer, int32_
     return linear_forward(layer->down, p->gated, F32, width, p->mixed, F32, p->hidden, p->rows, threads);
 }
 
-/* The residual stream through all layers, before the final norm. Returns 0, or 1 when out of memory. */
 EXPORT int32_t decoder_pass(const struct pass *p, int32_t threads) {
     struct attention attention = p->attention;
     for (int64_t i = 0; i < p->num_layers; i++) {
