@@ -195,7 +195,7 @@ oracle = pytest.mark.skipif(
 @pytest.mark.model
 def test_the_default_model_answers_in_writing(default_model):
     """By our own engine, whatever else it can."""
-    with Served(default_model, "thinker.kv_memory=256MiB") as served:
+    with Served(default_model, "thinker.kv_memory=512MiB") as served:
         (answer,) = served.ask_all([[("user", [QUESTION[0]["content"]])]], max_tokens=12)
     text = reference_tokenizer(default_model).decode(answer.tokens, skip_special_tokens=True)
     assert text == "The capital of France is Paris."

@@ -70,7 +70,17 @@ def ears_name(name: str) -> str | None:
     return "words.weight" if name == WORDS else thinker_audio_name(name, _MODULES)
 
 
+def open_ears(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> NanoEars:
+    return _load(folder, specs, device, dtype)[0]
+
+
 def load_ears(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:
+    return _load(folder, specs, device, dtype)[1]
+
+
+def _load(
+    folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype
+) -> tuple[NanoEars, EncoderModel]:
     config = read_thinker_config(folder, Qwen25OmniEars).audio_config
     words = read_thinker_config(folder, _Text).text_config
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -78,4 +88,5 @@ def load_ears(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torc
     with torch.device("meta"):
         ears = NanoEars(config, attention, tokenizer, words.vocab_size)
     spec = specs.audio or qwen2_5_omni_spec(read_feature_config(folder))  # none: deaf, and never asked
-    return load_audio_encoder("omnistage_nano", folder, ears, config, spec, ears_name, device, dtype)
+    model = load_audio_encoder("omnistage_nano", folder, ears, config, spec, ears_name, device, dtype)
+    return ears, model

@@ -35,7 +35,7 @@ def printed(text: str) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def served(default_model: Path) -> Iterator[Served]:
-    with Served(default_model, "thinker.kv_memory=256MiB") as served:
+    with Served(default_model, "thinker.kv_memory=512MiB") as served:
         yield served
         served.assert_clean()
 

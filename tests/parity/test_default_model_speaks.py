@@ -25,7 +25,7 @@ TEXTS = {"Hello.": (0.3, 1.5), "The capital of France is Paris, and the sky is b
 
 @pytest.fixture(scope="module")
 def served(default_model: Path) -> Iterator[Served]:
-    with Served(default_model, "thinker.kv_memory=256MiB") as served:
+    with Served(default_model, "thinker.kv_memory=512MiB") as served:
         yield served
         served.assert_clean()
 

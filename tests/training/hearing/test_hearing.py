@@ -132,14 +132,18 @@ def test_served_ears_spell_what_trained_ones_do(small, tokenizer, tmp_path):
     items = [EncoderInput("audio", m, (0, 0, 0), SPEC.num_tokens(m.shape[1])) for m in mels]
     specs = served_ears.MediaSpecs(audio=SPEC)
     found = served_ears.load_ears(folder, specs, CPU, torch.float32).encode(items)
+    with torch.no_grad():
+        texts = served_ears.open_ears(folder, specs, CPU, torch.float32).spelled(mels)
 
     sound_BS, lengths_B = _side_by_side(_sounds())
     with torch.no_grad():
         best = letter_logits(ears, log_mel(sound_BS, lengths_B), num_frames(lengths_B)).argmax(-1)
     assert best.unique().numel() > 3
     for rows, letters, count in zip(found, best, num_rows(num_frames(lengths_B)).tolist(), strict=True):
-        ids = tokenizer.encode(read_letters(letters[:count].tolist())).ids[: len(rows)]
+        text = read_letters(letters[:count].tolist())
+        ids = tokenizer.encode(text).ids[: len(rows)]
         assert ids
+        assert text in texts
         torch.testing.assert_close(rows[-len(ids) :], words[ids])
         assert not rows[: -len(ids)].any()
 
