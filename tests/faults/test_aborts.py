@@ -15,13 +15,22 @@ import pytest
 from tests.faults.test_worker_death import QUESTIONS, sampling_of
 from tests.served import Served, Shape
 
-pytestmark = pytest.mark.slow
-
-NUM_ABORTS = 1000  # in each shape
+FEW, MANY = 100, 1000  # aborts, in each shape
 CONCURRENCY = 16
 WARM_UP = 100  # after so many, allocators and caches have what they will ever have
 GROWTH_BYTES = 48 << 20
 MIXED = '[[worker]]\nname = "both"\nstages = ["vision", "thinker"]\n'
+
+
+def served_in(shape: Shape, folder: Path, tmp_path: Path) -> Served:
+    file = tmp_path / "mixed.toml"
+    file.write_text(MIXED)
+    settings = ("thinker.kv_memory=8MiB", "vision.embedding_cache=1MiB", "vision.embedding_cache_host=0")
+    return Served(folder, *settings, workers=shape, deployment=file if shape == "file" else None)
+
+
+def answers(served: Served) -> list[dict[int, list[int]]]:
+    return [served.ask(q, **sampling_of(i)).token_ids for i, q in enumerate(QUESTIONS)]
 
 
 def resident_bytes(pids: Sequence[int]) -> int:
@@ -58,22 +67,29 @@ async def abort_many(served: Served, rng: random.Random, count: int) -> None:
 
 @pytest.mark.parametrize("shape", ["one", "per-stage", "file"])
 def test_aborts_leave_nothing(tiny: Callable[..., Path], tmp_path: Path, shape: Shape) -> None:
-    file = tmp_path / "mixed.toml"
-    file.write_text(MIXED)
-    settings = ("thinker.kv_memory=8MiB", "vision.embedding_cache=1MiB", "vision.embedding_cache_host=0")
+    with served_in(shape, tiny("qwen2_5_vl"), tmp_path) as served:
+        expected = answers(served)
+        served.run(abort_many(served, random.Random(shape), FEW))
+        served.assert_clean()
+        assert {worker.restarts for worker in served.service.workers()} == {0}
+        assert answers(served) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["one", "per-stage", "file"])
+def test_many_aborts_leave_nothing(tiny: Callable[..., Path], tmp_path: Path, shape: Shape) -> None:
     rng = random.Random(shape)
-    deployment = file if shape == "file" else None
-    with Served(tiny("qwen2_5_vl"), *settings, workers=shape, deployment=deployment) as served:
+    with served_in(shape, tiny("qwen2_5_vl"), tmp_path) as served:
         pids = {os.getpid(), *(worker.pid for worker in served.service.workers())}
-        expected = [served.ask(q, **sampling_of(i)).token_ids for i, q in enumerate(QUESTIONS)]
+        expected = answers(served)
         served.run(abort_many(served, rng, WARM_UP))
         served.assert_clean()
         gc.collect()
         before = resident_bytes(sorted(pids))
-        served.run(abort_many(served, rng, NUM_ABORTS))
+        served.run(abort_many(served, rng, MANY))
         served.assert_clean()
         gc.collect()
         growth = resident_bytes(sorted(pids)) - before
         assert growth < GROWTH_BYTES, f"{growth >> 20} MiB more than before"
         assert {worker.restarts for worker in served.service.workers()} == {0}
-        assert [served.ask(q, **sampling_of(i)).token_ids for i, q in enumerate(QUESTIONS)] == expected
+        assert answers(served) == expected

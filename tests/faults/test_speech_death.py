@@ -8,17 +8,15 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from contracts.params import SamplingParams
 from model_families.registry import open_family
 from stages.service import AudioChunk, GenerationRequest, SpeechOptions
+from tests.faults.test_worker_death import SETTINGS
 from tests.served import Served, conversation, picture
 from tests.spoken import SpokenAnswer, Turns, speak
 from tests.tiny_omni import CODEC_EOS_3
-
-pytestmark = pytest.mark.slow
 
 FAMILY = "qwen3_omni_moe"
 NUM_FRAMES, WINDOW_FRAMES = 40, 8
@@ -33,6 +31,13 @@ stages = ["talker"]
 name = "voice"
 stages = ["vocoder"]
 """
+BLOWS = (
+    ("talker", signal.SIGKILL),
+    ("vocoder", signal.SIGKILL),
+    ("thinker", signal.SIGKILL),
+    ("talker", signal.SIGSTOP),
+    ("vocoder", signal.SIGSTOP),
+)
 QUESTIONS: list[Turns] = [
     [("user", ["hello there, the answer is"])],
     [("user", [picture(1), "what is it?"])],
@@ -48,8 +53,8 @@ def sampling(seed: int) -> SamplingParams:
     return SamplingParams(temperature=0.8, seed=seed, max_tokens=24, ignore_eos=True)
 
 
-async def struck(served: Served, index: int, stage: str) -> SpokenAnswer:
-    """Kills the stage once the first sound is there; the talker cannot have got far beyond."""
+async def struck(served: Served, index: int, stage: str, blow: int) -> SpokenAnswer:
+    """Strikes the stage once the first sound is there; the talker cannot have got far beyond."""
     request = GenerationRequest(
         input=conversation(QUESTIONS[index]),
         sampling=sampling(index),
@@ -59,20 +64,19 @@ async def struck(served: Served, index: int, stage: str) -> SpokenAnswer:
     async for event in served.service.generate(request):
         if isinstance(event, AudioChunk) and not answer.pcm:
             (worker,) = (w for w in served.service.workers() if stage in w.stages)
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(worker.pid, blow)
         answer.take(event)
     return answer
 
 
 def test_speech_goes_on_over_the_death_of_a_stage(tiny_omni: Callable[..., Path], tmp_path: Path) -> None:
-    """Each stage of the path in turn, under three spoken answers and one written."""
+    """Each stage of the path in turn, killed or hanging, under three spoken answers and one written."""
     folder = tiny_omni(FAMILY)
     spec = open_family(folder).speech
     assert spec is not None
     settings = (
-        "thinker.kv_memory=8MiB",
+        *SETTINGS,
         "talker.kv_memory=8MiB",
-        "preprocess.workers=1",
         f"server.max_speech_s={(NUM_FRAMES - 0.5) / spec.frames_per_s}",
         f"server.audio_window_s={(WINDOW_FRAMES - 0.5) / spec.frames_per_s}",
     )
@@ -81,20 +85,21 @@ def test_speech_goes_on_over_the_death_of_a_stage(tiny_omni: Callable[..., Path]
         options = {"max_tokens": 24, "temperature": 0.8, "seed": index, "ignore_eos": True}
         return await speak(served, QUESTIONS[index], talker=talker(index), **options)
 
-    async def strike(served: Served, stage: str) -> list[SpokenAnswer]:
+    async def strike(served: Served, stage: str, blow: int) -> list[SpokenAnswer]:
+        (worker,) = (w for w in served.service.workers() if stage in w.stages)
         others = [ask(served, index) for index in range(1, len(QUESTIONS))]
         text = served.answer([("user", ["hello"])], max_tokens=12)
-        answers = await asyncio.gather(struck(served, 0, stage), *others)
+        answers = await asyncio.gather(struck(served, 0, stage, blow), *others)
         await text
-        await served.worker_restarted(stage, 1)
+        await served.worker_restarted(stage, worker.restarts + 1)
         return list(answers)
 
     deployment = tmp_path / "three.toml"
     deployment.write_text(THREE_WORKERS)
     with Served(folder, *settings, workers="file", deployment=deployment) as served:
         undisturbed = [served.run(ask(served, index)) for index in range(len(QUESTIONS))]
-        for stage in ("talker", "vocoder", "thinker"):
-            disturbed = served.run(strike(served, stage))
+        for stage, blow in BLOWS:
+            disturbed = served.run(strike(served, stage, blow))
             for one, other in zip(undisturbed, disturbed, strict=True):
                 assert one.samples.numel() > WINDOW_FRAMES * spec.samples_per_frame
                 assert (one.tokens, one.audio_finish) == (other.tokens, other.audio_finish), stage

@@ -1,5 +1,5 @@
 """A worker that dies or hangs under load: no request fails, and no token is repeated, missing or
-different."""
+different. Once for each kind of worker and blow; again and again where tests may be slow."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.parity.test_matrix import A, B, C, D
 from tests.served import Answer, Served, Turn
-
-pytestmark = pytest.mark.slow
 
 QUESTIONS: list[Sequence[Turn]] = [
     [("user", ["hello there, the answer is"])],
@@ -67,13 +67,22 @@ def fork_server_of(served: Served) -> int:
     return int(stat.rpartition(")")[2].split()[1])  # the parent
 
 
-def streams_go_on(
-    served: Served, undisturbed: Sequence[Answer], stage: str, seed: str, strike: Callable[[], None]
-) -> None:
-    """Under 8 streams, `strike`s at random moments; each time waits until the worker of `stage` is back."""
+def strike(served: Served, stage: str, blow: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # a slow machine has just taken it for hanging
+        os.kill(pid_of(served, stage), blow)
+
+
+@dataclass(frozen=True)
+class Blow:
+    """`strike`, and what tells that the worker of `stage` has died and is back."""
+
+    stage: str
+    strike: Callable[[], None]
+
+
+def streams_go_on(served: Served, undisturbed: Sequence[Answer], seed: str, blows: Sequence[Blow]) -> None:
+    """Under 8 streams, strikes at random moments; each time waits until the worker is back."""
     rng = random.Random(seed)
-    (worker,) = (w for w in served.service.workers() if stage in w.stages)
-    restarts_before = worker.restarts
 
     async def stream(index: int, stop: asyncio.Event) -> int:
         """Asks again and again; every answer must equal the undisturbed one."""
@@ -87,10 +96,11 @@ def streams_go_on(
 
     async def strike_often(stop: asyncio.Event) -> None:
         try:
-            for number in range(NUM_BLOWS):
+            for blow in blows:
                 await served.progress(rng.randrange(1, 100))  # of some 200 for an answer each
-                strike()
-                await served.worker_restarted(stage, restarts_before + number + 1)
+                (worker,) = (w for w in served.service.workers() if blow.stage in w.stages)
+                blow.strike()
+                await served.worker_restarted(blow.stage, worker.restarts + 1)
                 await served.service.reset_cache()  # so that pictures are encoded again
         finally:
             stop.set()
@@ -105,45 +115,54 @@ def streams_go_on(
     served.assert_clean()
 
 
+def test_streams_go_on_over_a_death_of_each_kind(tiny: Callable[[str], Path]) -> None:
+    with Served(tiny("qwen2_5_vl"), *SETTINGS, workers="per-stage") as served:
+        undisturbed = undisturbed_answers(served)
+        kinds = [("thinker", signal.SIGKILL), ("vision", signal.SIGSTOP)]
+        kinds += [("vision", signal.SIGKILL), ("thinker", signal.SIGSTOP)]
+        blows = [Blow(stage, partial(strike, served, stage, blow)) for stage, blow in kinds]
+        streams_go_on(served, undisturbed, "each", blows)
+        served.run(decoded_anew(served, undisturbed))
+        served.assert_clean()
+
+
+async def decoded_anew(served: Served, undisturbed: Sequence[Answer]) -> None:
+    """All questions at once, while a preprocessing worker dies over the pictures."""
+    served.service.preprocessor.index.clear()
+    asks = [asyncio.create_task(served.answer(q, **sampling_of(i))) for i, q in enumerate(QUESTIONS)]
+    await asyncio.sleep(0)
+    os.kill(served.service.preprocessor.pool.worker_pids()[0], signal.SIGKILL)
+    assert [a.token_ids for a in await asyncio.gather(*asks)] == [a.token_ids for a in undisturbed]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
 @pytest.mark.parametrize("stage", ["thinker", "vision"])
 def test_streams_go_on_over_the_death_of_a_stage(
     per_stage: tuple[Served, list[Answer]], stage: str, blow: int
 ) -> None:
     served, undisturbed = per_stage
-
-    def strike() -> None:
-        with contextlib.suppress(ProcessLookupError):  # a slow machine has just taken it for hanging
-            os.kill(pid_of(served, stage), blow)
-
-    streams_go_on(served, undisturbed, stage, f"{stage}{blow}", strike)
+    blows = [Blow(stage, partial(strike, served, stage, blow))] * NUM_BLOWS
+    streams_go_on(served, undisturbed, f"{stage}{blow}", blows)
 
 
+@pytest.mark.slow
 def test_streams_go_on_over_the_death_of_the_fork_server(tiny: Callable[[str], Path]) -> None:
     """All workers die with it."""
     with Served(tiny("qwen2_5_vl"), *SETTINGS, workers="per-stage") as served:
 
-        def strike() -> None:
+        def strike_it() -> None:
             os.kill(fork_server_of(served), signal.SIGKILL)
 
-        streams_go_on(served, undisturbed_answers(served), "thinker", "fork server", strike)
+        blows = [Blow("thinker", strike_it)] * NUM_BLOWS
+        streams_go_on(served, undisturbed_answers(served), "fork server", blows)
         assert all(worker.restarts >= NUM_BLOWS for worker in served.service.workers())
 
 
+@pytest.mark.slow
 def test_a_dead_preprocessing_worker_fails_nobody(tiny: Callable[[str], Path]) -> None:
     with Served(tiny("qwen2_5_vl"), *SETTINGS, "preprocess.workers=2") as served:
-        expected = [answer.token_ids for answer in undisturbed_answers(served)]
-        pool = served.service.preprocessor.pool
-
-        async def main() -> None:
-            for _ in range(NUM_BLOWS):
-                served.service.preprocessor.index.clear()  # so that every picture is decoded again
-                asks = [
-                    asyncio.create_task(served.answer(q, **sampling_of(i))) for i, q in enumerate(QUESTIONS)
-                ]
-                await asyncio.sleep(0)
-                os.kill(pool.worker_pids()[0], signal.SIGKILL)
-                assert [a.token_ids for a in await asyncio.gather(*asks)] == expected
-
-        served.run(main())
+        undisturbed = undisturbed_answers(served)
+        for _ in range(NUM_BLOWS):
+            served.run(decoded_anew(served, undisturbed))
         served.assert_clean()
