@@ -119,7 +119,7 @@ class CudaIpcEdge:
         description = CudaIpcDescription(
             ring=ring.description(),
             export_fd=sealed_memfd(f"{name}-export", EXPORT_BYTES),
-            device_bytes=_aligned(capacity_bytes, POOL_GRANULE),
+            device_bytes=device_pool_bytes(capacity_bytes),
             sender_device=sender_device,
             receiver_device=receiver_device,
         )
@@ -360,6 +360,11 @@ class CudaIpcReceiver(ShmReceiver):
     def _device_headers(self, slot: int) -> tuple[TensorHeader, ...]:
         body_offset, header_nbytes = self._ring.preamble(slot)
         return wire.read_header(self._ring.memory, body_offset, header_nbytes)[1].elsewhere
+
+
+def device_pool_bytes(capacity_bytes: int) -> int:
+    """What an edge of this capacity takes of its sender's GPU."""
+    return _aligned(capacity_bytes, POOL_GRANULE)
 
 
 def _completes_soon(copying: Copying) -> bool:

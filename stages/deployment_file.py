@@ -247,6 +247,8 @@ def _validate_workers(deployment: Deployment) -> None:
             f"cluster.address: worker {away[0].name!r} is on host {away[0].host!r}, which wants"
             " the address of this machine as it is reached from there"
         )
+    if not 0 <= deployment.cluster.port < 1 << 16:
+        raise DeploymentError(f"cluster.port: want 0 to 65535, is {deployment.cluster.port}")
     if deployment.workers and (missing := sorted(names - set(placed))):
         raise DeploymentError(f"worker: stage {missing[0]!r} is in no worker")
 

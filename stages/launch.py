@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import time
@@ -27,7 +28,7 @@ from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
 from stages.omni_service import OmniService
 from stages.options import ServeOptions
-from stages.placement import choose_connectors, group_stages
+from stages.placement import group_stages
 from stages.planning import Plan, make_plan, plan_text
 from stages.ray_cluster import RayCluster
 from stages.remote_workers import Rendezvous
@@ -149,13 +150,12 @@ async def _start_processes(
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Coordinator, Supervisor]:
     edges: dict[tuple[str, str], ParentEdge] = {}
-    connectors = choose_connectors(plan.deployment, plan.chunk_edges, groups)
     cluster = RayCluster.join(options.ray) if options.ray is not None else None
     if cluster is not None:
         stack.push_async_callback(cluster.leave)
-    rendezvous = _make_rendezvous(plan.deployment, options, groups, cluster)
+    rendezvous = make_rendezvous(plan.deployment, options, groups, cluster)
     address = "" if rendezvous is None else rendezvous.address
-    for (source, target), connector in connectors.items():
+    for (source, target), connector in plan.connectors.items():
         edges[source, target] = make_edge(plan.deployment, source, target, connector, address)
         stack.callback(edges[source, target].close)
     arena = None
@@ -183,7 +183,7 @@ async def _start_processes(
     return coordinator, supervisor
 
 
-def _make_rendezvous(
+def make_rendezvous(
     deployment: Deployment,
     options: ServeOptions,
     groups: tuple[WorkerConfig, ...],
@@ -201,7 +201,15 @@ def _make_rendezvous(
             f"worker {names[0]!r}: host {away[0].host!r} is another machine; set"
             " OMNISTAGE_WORKER_TOKEN to the same secret here and there"
         )
-    return Rendezvous(deployment.cluster.address, deployment.cluster.port, options.worker_token, names)
+    address, port = deployment.cluster.address, deployment.cluster.port
+    try:
+        return Rendezvous(address, port, options.worker_token, names)
+    except OSError as error:
+        field = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "address"
+        raise DeploymentError(
+            f"cluster.{field}: workers of other machines cannot be waited for at {address}:{port}"
+            f" ({error.strerror}); want an address of this machine, and a port that is free"
+        ) from error
 
 
 def _supervision(deployment: Deployment) -> SupervisorConfig:

@@ -44,10 +44,11 @@ class StagePlan:
     rank: int = 0  # of a tensor-parallel stage
     kv_share: float = 0.0  # weight of its claim on what a GPU has left; 0: the cache is as large as it says
     num_kv_blocks: int = 0  # as an earlier start of the stage has measured; 0: none has
+    edges: int = 0  # device pools of the edges that it sends over
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.activations
+        return self.weights + self.cache + self.activations + self.edges
 
 
 def check_devices(deployment: Deployment) -> None:
@@ -100,18 +101,21 @@ def plan_ranks(
     context: int,
     kv_share: float,
     memory: DeviceMemory,
+    edges: int = 0,
 ) -> list[StagePlan]:
-    """One plan a rank. Each holds the embeddings and the head, and its share of everything else."""
+    """One plan a rank, the first of which sends. Each holds the embeddings and the head, and its share of
+    everything else."""
     size = config.tensor_parallel
     if size == 1:
-        return [plan_lm(name, config, decoder, weight_elements, dtype, context, kv_share, memory)]
+        return [plan_lm(name, config, decoder, weight_elements, dtype, context, kv_share, memory, 0, edges)]
     share = shard_config(decoder, size)
     replicated = decoder.vocab_size * decoder.hidden_size * (1 if decoder.tie_embeddings else 2)
     elements = replicated + (weight_elements - replicated) // size
     if len(set(config.rank_devices)) == 1:  # of the CPU's memory, which they have in common
         kv_share /= size
     return [
-        plan_lm(name, config, share, elements, dtype, context, kv_share, memory, rank) for rank in range(size)
+        plan_lm(name, config, share, elements, dtype, context, kv_share, memory, rank, 0 if rank else edges)
+        for rank in range(size)
     ]
 
 
@@ -125,6 +129,7 @@ def plan_lm(
     share: float,
     memory: DeviceMemory,
     rank: int = 0,
+    edges: int = 0,
 ) -> StagePlan:
     """KV for one request of full length is the least a stage must hold; more is used when memory allows it.
     `share`: of the free memory, for the KV of a stage without a limit (`share_out` divides that of a GPU)."""
@@ -141,9 +146,12 @@ def plan_lm(
     elif limit is None and device.startswith("cuda"):
         cache, free_share = decoder.kv_bytes_per_token(dtype) * context, share
     else:
-        room = limit - weights - logits - hidden if limit is not None else int(memory.of(device) * share)
+        free = int(memory.of(device) * share)
+        room = free if limit is None else limit - weights - logits - hidden - edges
         cache = default_kv_bytes(config, decoder, dtype, context, room)
-    return StagePlan(name, device, dtype, weights, cache, logits + hidden, limit, rank, free_share)
+    return StagePlan(
+        name, device, dtype, weights, cache, logits + hidden, limit, rank, free_share, edges=edges
+    )
 
 
 def _check_kv(name: str, cache: int, per_token: int, block_size: int, context: int) -> None:
@@ -185,12 +193,14 @@ def plan_encoder(
     dtype: torch.dtype,
     width: int,
     memory: DeviceMemory,
+    edges: int = 0,
 ) -> StagePlan:
     device = config.device_list[0]
     cache = parse_bytes(config.embedding_cache, f"stage.{name}.embedding_cache")
     activations = config.max_batch_tokens * width * dtype.itemsize * 8
     limit = stage_limit(name, config, device, memory)
-    return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, cache, activations, limit)
+    weights = weight_elements * dtype.itemsize
+    return StagePlan(name, device, dtype, weights, cache, activations, limit, edges=edges)
 
 
 def plan_vocoder(
@@ -210,7 +220,8 @@ def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
         if plan.limit is not None and plan.total > plan.limit:
             raise DeploymentError(
                 f"stage.{plan.stage}.memory: needs {_size(plan.total)} (weights {_size(plan.weights)}, cache"
-                f" {_size(plan.cache)}, activations {_size(plan.activations)}), may use {_size(plan.limit)}"
+                f" {_size(plan.cache)}, activations {_size(plan.activations)}, edges {_size(plan.edges)}),"
+                f" may use {_size(plan.limit)}"
             )
     for device in {plan.device for plan in plans}:
         on_device = [plan for plan in plans if plan.device == device]
@@ -221,11 +232,13 @@ def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
 
 
 def render_plan(plans: list[StagePlan]) -> str:
-    rows = [("stage", "device", "dtype", "weights", "cache", "activations", "total", "limit")]
+    rows: list[tuple[str, ...]] = [
+        ("stage", "device", "dtype", "weights", "cache", "activations", "edges", "total", "limit")
+    ]
     for p in plans:
         dtype = str(p.dtype).removeprefix("torch.")
         limit = "-" if p.limit is None else _size(p.limit)
-        sizes = (_size(p.weights), _size(p.cache), _size(p.activations), _size(p.total))
+        sizes = tuple(_size(n) for n in (p.weights, p.cache, p.activations, p.edges, p.total))
         name = f"{p.stage}/{p.rank}" if p.rank else p.stage
         rows.append((name, p.device, dtype, *sizes, limit))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

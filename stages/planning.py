@@ -4,12 +4,14 @@ memory."""
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from connectors.cuda_ipc import device_pool_bytes
 from contracts.errors import OmnistageError
 from contracts.pipeline import Pipeline
 from lm_engine.model import DecoderConfig
@@ -17,7 +19,14 @@ from model_families.census import WeightCensus, take_census
 from model_families.default_model.shipped import shipped_name
 from model_families.family import Family
 from model_families.registry import open_family
-from stages.deployment import Deployment, EncoderConfig, VocoderConfig, stage_of
+from stages.deployment import (
+    Connector,
+    Deployment,
+    EncoderConfig,
+    VocoderConfig,
+    parse_bytes,
+    stage_of,
+)
 from stages.deployment_file import load_deployment
 from stages.memory_plan import (
     TALKER_KV_SHARE,
@@ -52,6 +61,7 @@ class Plan:
     elsewhere: dict[str, str]  # stages of other machines, and their hosts, which plan their memory themselves
     options: ServeOptions
     pipeline: Pipeline  # of what runs: the family's, with every replica a stage of its own
+    connectors: Mapping[tuple[str, str], Connector]  # of the edges that carry chunks
     replicas: dict[str, tuple[str, ...]]  # the family's stages that run several times
 
     @property
@@ -61,9 +71,8 @@ class Plan:
 
     @property
     def chunk_edges(self) -> tuple[tuple[str, str], ...]:
-        """(source, target) of the edges that carry chunks; features travel through the preprocessing
-        arena."""
-        return tuple((e.source, e.target) for e in self.pipeline.edges if e.payload != "features")
+        """(source, target) of the edges that carry chunks."""
+        return tuple(self.connectors)
 
     def with_kv_blocks(self, num_blocks: Mapping[str, int]) -> Plan:
         """By stage, as measured before: such a stage need not measure again."""
@@ -99,9 +108,13 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
     }
     devices = [device for placed in here.placed.values() for device in placed.device_list]
     memory = DeviceMemory(dict(options.gpu_memory)) if options.gpu_memory else DeviceMemory.ask(devices)
+    connectors = choose_connectors(
+        deployment, _chunk_edges(running.pipeline), group_stages(deployment, options)
+    )
+    pools = _device_pools(deployment, connectors)
     plans = [
-        *_plan_encoders(family, here, census, memory),
-        *_plan_lms(family, here, census, contexts, memory),
+        *_plan_encoders(family, here, census, memory, pools),
+        *_plan_lms(family, here, census, contexts, memory, pools),
         *(_plan_vocoder(name, config, census, memory) for name, config in here.vocoders.items()),
     ]
     plans = share_out(plans, memory)
@@ -116,8 +129,27 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
         elsewhere=elsewhere,
         options=replace(options, gpu_memory=tuple(memory.free_at_start.items())),
         pipeline=running.pipeline,
+        connectors=connectors,
         replicas=running.replicas,
     )
+
+
+def _chunk_edges(pipeline: Pipeline) -> list[tuple[str, str]]:
+    """Features travel through the preprocessing arena."""
+    return [(edge.source, edge.target) for edge in pipeline.edges if edge.payload != "features"]
+
+
+def _device_pools(
+    deployment: Deployment, connectors: Mapping[tuple[str, str], Connector]
+) -> Mapping[str, int]:
+    """By stage: bytes of its device that hold what it sends."""
+    pools: Counter[str] = Counter()
+    for (source, target), connector in connectors.items():
+        if connector == "cuda_ipc":
+            wanted = deployment.edge(source, target).capacity_bytes
+            capacity = parse_bytes(wanted, f"edge {source}->{target}.capacity_bytes")
+            pools[source] += device_pool_bytes(capacity)
+    return pools
 
 
 def _decoder_of(family: Family, stage: str) -> DecoderConfig:
@@ -129,13 +161,18 @@ def _decoder_of(family: Family, stage: str) -> DecoderConfig:
 
 
 def _plan_encoders(
-    family: Family, deployment: Deployment, census: WeightCensus, memory: DeviceMemory
+    family: Family,
+    deployment: Deployment,
+    census: WeightCensus,
+    memory: DeviceMemory,
+    pools: Mapping[str, int],
 ) -> list[StagePlan]:
     plans = []
     for name, config in deployment.encoders.items():
         dtype = _arithmetic_dtype(config, census)
         width = family.decoder_config.hidden_size
-        plans.append(plan_encoder(name, config, census.of(stage_of(name)), dtype, width, memory))
+        elements = census.of(stage_of(name))
+        plans.append(plan_encoder(name, config, elements, dtype, width, memory, pools.get(name, 0)))
     return plans
 
 
@@ -145,6 +182,7 @@ def _plan_lms(
     census: WeightCensus,
     contexts: dict[str, int],
     memory: DeviceMemory,
+    pools: Mapping[str, int],
 ) -> list[StagePlan]:
     plans = []
     for name, config in deployment.lms.items():
@@ -152,7 +190,8 @@ def _plan_lms(
         share = THINKER_KV_SHARE if stage_of(name) == family.pipeline.entry else TALKER_KV_SHARE
         decoder = _decoder_of(family, name)
         elements = census.of(stage_of(name))
-        plans += plan_ranks(name, config, decoder, elements, dtype, contexts[name], share, memory)
+        context, edges = contexts[name], pools.get(name, 0)
+        plans += plan_ranks(name, config, decoder, elements, dtype, context, share, memory, edges)
     return plans
 
 
@@ -217,11 +256,9 @@ def plan_text(options: ServeOptions) -> str:
         f"model     {plan.folder.name} ({plan.family.name}), context {plan.context_length} tokens",
         "edges",
     ]
-    groups = group_stages(plan.deployment, options)
-    connectors = choose_connectors(plan.deployment, plan.chunk_edges, groups)
     for edge in pipeline.edges:
         config = plan.deployment.edge(edge.source, edge.target)
-        connector = connectors.get((edge.source, edge.target), "shared memory")
+        connector = plan.connectors.get((edge.source, edge.target), "shared memory")
         lines.append(
             f"  {edge.source} -> {edge.target}  {edge.payload} over {connector}, capacity {config.capacity}"
         )

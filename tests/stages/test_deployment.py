@@ -80,6 +80,7 @@ def test_talker_and_vocoder_have_sections_too() -> None:
         ("server.max_replays=-1", "server.max_replays: must not be negative"),
         ("limits.max_item_bytes=-1", "limits.max_item_bytes: must be positive"),
         ("limits.job_timeout_s=0", "limits.job_timeout_s: must be positive"),
+        ("cluster.port=70000", "cluster.port: want 0 to 65535, is 70000"),
         ("preprocess.workers=-1", "preprocess.workers: must not be negative"),
     ],
 )

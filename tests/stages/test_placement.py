@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import msgspec
@@ -9,9 +10,18 @@ import pytest
 import torch
 
 from stages import placement
-from stages.deployment import Deployment, DeploymentError, EdgeConfig, EncoderConfig, LMConfig, WorkerConfig
+from stages.deployment import (
+    ClusterConfig,
+    Deployment,
+    DeploymentError,
+    EdgeConfig,
+    EncoderConfig,
+    LMConfig,
+    WorkerConfig,
+)
 from stages.deployment_file import load_deployment
 from stages.edges import EdgeEnd, make_edge, open_edge_ends
+from stages.launch import make_rendezvous
 from stages.options import ServeOptions
 from stages.placement import choose_connectors, group_stages, hosts_elsewhere
 from tests.stages.test_deployment import PIPELINE
@@ -117,6 +127,22 @@ def test_a_worker_elsewhere_needs_an_address_to_come_to(tmp_path: Path, address:
     file.write_text(f'[cluster]\naddress = "{address}"\n{workers}')
     with pytest.raises(DeploymentError, match=r"cluster.address: worker 'w' is on host 'second'"):
         load_deployment(PIPELINE, file)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "field"),
+    [("203.0.113.7", 0, "address"), ("no such name", 0, "address"), ("127.0.0.1", None, "port")],
+)
+def test_an_address_that_is_not_this_machines_is_refused_by_name(
+    address: str, port: int | None, field: str
+) -> None:
+    """`port` None: one that is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if port is None else port
+        deployment = Deployment(cluster=ClusterConfig(address=address, port=port))
+        group = WorkerConfig(name="far", stages=("thinker",), host="b")
+        with pytest.raises(DeploymentError, match=rf"^cluster\.{field}: .*{address}:{port}"):
+            make_rendezvous(deployment, ServeOptions(worker_token="t"), (group,), None)
 
 
 def test_the_stages_of_other_hosts_are_not_this_machines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks.components.shape_folder import write_shape_folder
 from stages.deployment import DeploymentError
+from stages.memory_plan import render_plan
 from stages.options import ServeOptions
 from stages.planning import make_plan
 
@@ -85,6 +87,32 @@ def test_a_worker_that_starts_again_plans_as_before(large_omni: Path, one_gpu: C
     plan = make_plan(ServeOptions(model=large_omni, overrides=ON_GPU))
     one_gpu(20 << 30)  # the other stages have loaded
     assert make_plan(plan.options, check_memory=False).stages == plan.stages
+
+
+@pytest.mark.parametrize("limit", ["", "30GiB"])
+def test_what_edges_hold_on_a_gpu_is_planned(
+    large_omni: Path, one_gpu: Callable[[int], None], tmp_path: Path, limit: str
+) -> None:
+    """By the sender, and where it has a limit within that."""
+    one_gpu(139 << 30)
+    file = tmp_path / "deployment.toml"
+    file.write_text(
+        '[[edge]]\nsource = "talker"\ntarget = "vocoder"\ncapacity_bytes = "3MiB"\n'
+        '[[edge]]\nsource = "vision"\ntarget = "thinker"\nconnector = "shm"\n'
+    )
+    overrides = ON_GPU + ((f"talker.memory={limit}",) if limit else ())
+    options = ServeOptions(model=large_omni, overrides=overrides, deployment=file)
+    together = make_plan(options)
+    assert {stage.edges for stage in together.stages} == {0}, "in one process nothing is copied"
+    apart = make_plan(replace(options, workers="per-stage"))
+    pools = {stage.stage: stage.edges for stage in apart.stages if stage.edges}
+    assert pools == {"audio": 64 << 20, "thinker": 64 << 20, "talker": 4 << 20}
+    assert sum(stage.total for stage in apart.stages) <= 0.9 * (139 << 30)
+    assert "64.0 MiB" in render_plan(list(apart.stages))
+    file.write_text('[[edge]]\nsource = "thinker"\ntarget = "talker"\ncapacity_bytes = "200GiB"\n')
+    too_much = replace(options, workers="per-stage", overrides=(*overrides, "thinker.memory=100GiB"))
+    with pytest.raises(DeploymentError, match=r"stage\.thinker\.memory: .* edges 200\.00 GiB"):
+        make_plan(too_much)
 
 
 def test_a_gpu_too_small_for_the_weights_is_refused(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
