@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,15 @@ from contracts.errors import OmnistageError
 from contracts.version import VERSION
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from api.settings import ApiSettings
     from stages.options import ServeOptions
     from stages.service import Service
+    from stages.start_progress import StartProgress
 
-BACKLOG = 2048
 TOKEN_VARIABLE = "OMNISTAGE_WORKER_TOKEN"  # the same secret at the server and at its workers elsewhere
+RAY_EXTRA = "install the extra: pip install -e '.[ray]'"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -189,8 +192,8 @@ def _fail(message: object) -> int:
 
 def _plan(parsed: argparse.Namespace) -> int:
     _say(f"planning {_name(parsed.model)}")
-    from stages.deployment import DeploymentError
     from stages.launch import plan_text
+    from stages.options import DeploymentError
 
     try:
         print(plan_text(options_of(parsed)))
@@ -207,28 +210,49 @@ def _serve(parsed: argparse.Namespace) -> int:
     # Before torch loads: its idle OpenMP threads would spin on cores that the native kernels and the front
     # process need (6 ms of a core after every parallel operation).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from stages.options import SWITCH_INTERVAL_S
+    from stages.options import SWITCH_INTERVAL_S, DeploymentError
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     from api.settings import ApiSettings, SettingsError
-    from stages.deployment import DeploymentError
     from stages.event_loops import loop_factory
-    from stages.launch import serve_service
+    from stages.start_progress import StartProgress
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = options_of(parsed)
+    if options.ray is not None and not _is_installed("ray"):
+        return _fail(f"--ray needs the package ray; {RAY_EXTRA}")
     try:
         settings = ApiSettings.from_environment(os.environ, api_key=options.api_key)
         if settings.api_key is None and not _is_loopback(options.host):
             _say(f"warning: {options.host} is open to other machines and no --api-key is set")
+        progress = StartProgress()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(serve_service(options), options, settings))
+            runner.run(serve(_launched(options, progress), options, settings, progress))
     except (OmnistageError, DeploymentError, SettingsError, OSError) as error:
         return _fail(error)
     except (asyncio.CancelledError, KeyboardInterrupt):
         return _fail("stopped while loading")
     return 0
+
+
+def _is_installed(package: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(package) is not None
+
+
+@asynccontextmanager
+async def _launched(options: ServeOptions, progress: StartProgress) -> AsyncIterator[Service]:
+    def load() -> Callable[[ServeOptions, StartProgress], AbstractAsyncContextManager[Service]]:
+        from stages.launch import serve_service
+
+        return serve_service
+
+    with progress.step("server", "loading the program"):
+        serve_service = await asyncio.to_thread(load)
+    async with serve_service(options, progress) as service:
+        yield service
 
 
 def _worker(parsed: argparse.Namespace) -> int:
@@ -267,34 +291,48 @@ def _is_loopback(host: str) -> bool:
 
 
 async def serve(
-    starting: AbstractAsyncContextManager[Service], options: ServeOptions, settings: ApiSettings
+    starting: AbstractAsyncContextManager[Service],
+    options: ServeOptions,
+    settings: ApiSettings,
+    progress: StartProgress | None = None,
 ) -> None:
-    """Binds, loads, serves until SIGINT or SIGTERM, then stops the stages. Raises OSError at once when the
-    address is taken, CancelledError when a signal ends the loading."""
-    from api.app import create_app
-    from api.server import ApiServer, bind
+    """Listens, loads, serves until SIGINT or SIGTERM, then stops the stages; until it is ready every answer
+    is
+    a 503 that says what it is at. Raises OSError at once when the address is taken, CancelledError when a
+    signal ends the loading."""
+    from api.listener import listen
 
     loading = asyncio.current_task()
-    server: ApiServer | None = None
+    assert loading is not None
+    listener = listen(options.host, options.port)  # the rest of the program takes seconds to import
+    from api.server import ApiServer
+    from stages.start_progress import StartProgress
 
-    def stop() -> None:
-        assert loading is not None
-        if server is None:
-            loading.cancel()
-        else:
-            server.stop()
-
-    listener = bind(options.host, options.port)
-    _on_signals(stop)
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    _say(f"listening on {url}; until the model is ready every answer is a 503 that says what is being done")
+    progress = progress or StartProgress()
+    server = ApiServer(settings, progress)
+    _on_signals(lambda: server.stop() if server.is_open else loading.cancel())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        async with starting as service:
-            server = ApiServer(create_app(service, settings), settings)
-            listener.listen(BACKLOG)  # whoever reads the line below may connect at once
-            host, port = listener.getsockname()[:2]
-            print(f"omnistage serves {service.card.names[0]} on http://{host}:{port}", flush=True)
-            await server.serve(sockets=[listener])
+        async with AsyncExitStack() as stack:
+            with progress.logged():
+                create_app = await asyncio.to_thread(_import_app)
+                service = await stack.enter_async_context(starting)
+            server.open(create_app(service, settings))
+            print(f"omnistage serves {service.card.names[0]} on {url}", flush=True)
+            await asyncio.shield(serving)
     finally:
+        server.should_exit = True
+        await serving
         listener.close()
+
+
+def _import_app() -> Callable[[Service, ApiSettings], ASGIApp]:
+    from api.app import create_app
+
+    return create_app
 
 
 def _on_signals(stop: Callable[[], object]) -> None:

@@ -8,50 +8,64 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
+from api.gate import Gate
 from api.settings import ApiSettings
+from stages.start_progress import StartProgress
 
-
-def bind(host: str, port: int) -> socket.socket:
-    """Takes the address before the model loads, so that a taken port fails at once. Port 0: any free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
+LAST_ANSWERS_S = 5  # for refusals that are being written when all requests have left
 
 
 class ApiServer(uvicorn.Server):
-    """`listening` is set once connections are answered. Owns the listener from `serve` on."""
+    """Answers 503 until `open` brings the application. `listening` is set once connections are answered.
+    Owns the listener from `serve` on."""
 
-    def __init__(self, app: FastAPI, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, progress: StartProgress | None = None) -> None:
+        self._gate = Gate(progress or StartProgress())
         super().__init__(
             uvicorn.Config(
-                app,
+                self._gate,
                 http="httptools",
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=settings.access_log,
-                timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+                timeout_graceful_shutdown=LAST_ANSWERS_S,
                 server_header=False,
             )
         )
+        self._drain_timeout_s = settings.drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
         self.listening = asyncio.Event()
+
+    def open(self, app: ASGIApp) -> None:
+        self._gate.open(app)
+
+    @property
+    def is_open(self) -> bool:
+        return self._gate.is_open
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
 
     def stop(self) -> None:
-        """Open requests may finish for `drain_timeout_s`; asked a second time, they are cut off."""
-        self.force_exit = self.should_exit
+        """Open requests may finish for `drain_timeout_s`, while new ones are refused; asked a second time,
+        they are cut off."""
+        if self._draining is None:
+            self._gate.drain()
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self._gate.cut("told to stop again")
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._gate.empty()
+        except TimeoutError:
+            self._gate.cut(f"not finished after {self._drain_timeout_s:g} s")
+            await self._gate.empty()
         self.should_exit = True
 
     @contextmanager

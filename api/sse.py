@@ -35,12 +35,13 @@ class ReaderStalled(Exception):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, ResultT]) -> ResultT | None:
-    """Runs `work`; cancels it the moment the client leaves, and then returns None after it has cleaned up."""
+    """Runs `work`; cancels it the moment the client leaves, and then returns None after it has cleaned up.
+    Raises what `receive` raises, where the server itself ends the request."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return working.result() if working.done() else watching.result()
     finally:
         working.cancel()
         watching.cancel()

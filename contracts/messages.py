@@ -207,6 +207,13 @@ class IntegrityReport(msgspec.Struct, frozen=True, tag=True):
     busy: bool
 
 
+class StageStep(msgspec.Struct, frozen=True, tag=True):
+    """The stage starts, and this is what it does now ("loading weights (257 MiB)")."""
+
+    stage: str
+    doing: str
+
+
 class StageReady(msgspec.Struct, frozen=True, tag=True):
     stage: str
     detail: str  # the capacity line shown at start-up
@@ -239,6 +246,7 @@ FromStage = (
     | Aborted
     | CacheWasReset
     | IntegrityReport
+    | StageStep
     | StageReady
     | StageStats
     | StageFailed

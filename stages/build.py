@@ -4,7 +4,6 @@ line. Called by the thread that runs the stage, which stays on the device."""
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 from dataclasses import replace
@@ -28,6 +27,7 @@ from lm_engine.talker.runner import TalkerRunner
 from model_families.family import Family
 from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, stage_of, step_bounds
 from stages.memory_plan import MIB, StagePlan, host_bytes
+from stages.start_steps import Tell, start_step, untold
 from stages.vocoder_stage import BuiltPool
 from vocoder.pool import VocoderPool, VocoderPoolConfig
 
@@ -35,26 +35,31 @@ if TYPE_CHECKING:
     from stages.rank_processes import RankProcesses
 
 
-logger = logging.getLogger(__name__)
 # A step is measured by what its process holds of the GPU, so no other stage may load meanwhile.
 _gpu_memory = threading.Lock()
-
-
-def _report(plan: StagePlan, doing: str) -> None:
-    """Progress of a start, which may take minutes; the process's log names the worker."""
-    rank = f" rank {plan.rank}" if plan.rank else ""
-    logger.info("stage %s%s on %s: %s", plan.stage, rank, plan.device, doing)
 
 
 def _alone_on(plan: StagePlan) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if plan.device == "cpu" else _gpu_memory
 
 
-def build_encoder_pool(family: Family, config: EncoderConfig, plan: StagePlan) -> tuple[EncoderPool, str]:
+def _loading(plan: StagePlan, tell: Tell) -> contextlib.AbstractContextManager[None]:
+    return start_step(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)", tell)
+
+
+def _capturing(plan: StagePlan, graphs: str, tell: Tell) -> contextlib.AbstractContextManager[None]:
+    """Only GPUs have graphs."""
+    if not plan.device.startswith("cuda"):
+        return contextlib.nullcontext()
+    return start_step(plan, f"capturing {graphs} graphs", tell)
+
+
+def build_encoder_pool(
+    family: Family, config: EncoderConfig, plan: StagePlan, tell: Tell = untold
+) -> tuple[EncoderPool, str]:
     device = torch.device(plan.device)
     enter_device(device)
-    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    with _alone_on(plan):
+    with _alone_on(plan), _loading(plan, tell):
         model = family.load_encoder(stage_of(plan.stage), device, plan.dtype)
     cache = CacheConfig(
         device_bytes=plan.cache,
@@ -72,12 +77,13 @@ def build_lm_engine(
     plan: StagePlan,
     context_length: int,
     ranks: RankProcesses | None = None,
+    tell: Tell = untold,
 ) -> tuple[LMEngine, str]:
     """`ranks`: the other ranks of a tensor-parallel stage, started; this is rank 0."""
     device = torch.device(plan.device)
     enter_device(device)
     parallel = None if ranks is None else ranks.join(device)
-    model, kv, capacity = _load(family, config, plan, context_length, parallel)
+    model, kv, capacity = _load(family, config, plan, context_length, parallel, tell)
     rows, rule = step_bounds(config).max_sequences, family.logits_rule(device)
     runner: Runner
     if ranks is None or parallel is None:
@@ -87,9 +93,8 @@ def build_lm_engine(
         runner = LeadingRunner(
             model, kv, parallel, followers, max_sequences=rows, max_length=context_length, rule=rule
         )
-    if plan.device.startswith("cuda"):
-        _report(plan, "capturing decode graphs")
-    num_graphs = runner.capture_graphs()  # rank by rank the same, see `build_following_runner`
+    with _capturing(plan, "decode", tell):
+        num_graphs = runner.capture_graphs()  # rank by rank the same, see `build_following_runner`
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
     )
@@ -107,7 +112,7 @@ def build_following_runner(
     channel: socket.socket,
 ) -> FollowingRunner:
     enter_device(torch.device(plan.device))
-    model, kv, _ = _load(family, config, plan, context_length, parallel)
+    model, kv, _ = _load(family, config, plan, context_length, parallel, untold)
     runner = FollowingRunner(
         model,
         kv,
@@ -117,19 +122,25 @@ def build_following_runner(
         max_length=context_length,
         rule=family.logits_rule(torch.device(plan.device)),
     )
-    runner.capture_graphs()
+    with _capturing(plan, "decode", untold):
+        runner.capture_graphs()
     return runner
 
 
 def _load(
-    family: Family, config: LMConfig, plan: StagePlan, context_length: int, parallel: TensorParallel | None
+    family: Family,
+    config: LMConfig,
+    plan: StagePlan,
+    context_length: int,
+    parallel: TensorParallel | None,
+    tell: Tell,
 ) -> tuple[DecoderModel, PagedKV, KVCapacity]:
     """All ranks measure together, and take what the smallest of them has room for."""
     device = torch.device(plan.device)
-    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
     with _alone_on(plan):
-        model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
-        capacity = _kv_capacity(model, config, plan, context_length)
+        with _loading(plan, tell):
+            model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
+        capacity = _kv_capacity(model, config, plan, context_length, tell)
         if parallel is not None:
             capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
         kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
@@ -137,13 +148,12 @@ def _load(
 
 
 def build_talker(
-    family: Family, config: LMConfig, plan: StagePlan, context_length: int
+    family: Family, config: LMConfig, plan: StagePlan, context_length: int, tell: Tell = untold
 ) -> tuple[TalkerEngine, str]:
     """The KV cache takes what the plan gives it: a talker's steps are small beside it."""
     device = torch.device(plan.device)
     enter_device(device)
-    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    with _alone_on(plan):
+    with _alone_on(plan), _loading(plan, tell):
         model = family.load_talker(device, plan.dtype, config.kernels)
         decoder = model.config.decoder
         capacity = capacity_of(
@@ -156,25 +166,24 @@ def build_talker(
         kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device)
     max_sequences = step_bounds(config).max_sequences
     runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
-    if plan.device.startswith("cuda"):
-        _report(plan, "capturing frame graphs")
-    num_graphs = runner.capture_graphs()
+    with _capturing(plan, "frame", tell):
+        num_graphs = runner.capture_graphs()
     engine = TalkerEngine(_bounds_of(config, plan, capacity, context_length, ()), model, runner)
     graphs = f", {num_graphs} frame graphs" if num_graphs else ""
     return engine, f"{_placement(plan)}, {model.attention.name} attention{graphs}; {capacity}"
 
 
-def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan) -> BuiltPool:
+def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan, tell: Tell = untold) -> BuiltPool:
     enter_device(torch.device(plan.device))
-    _report(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)")
-    with _alone_on(plan):
+    with _alone_on(plan), _loading(plan, tell):
         model = family.load_vocoder(torch.device(plan.device), plan.dtype)
     pool_config = VocoderPoolConfig(
         max_streams=2 * config.max_streams,  # a replay may begin before what it replaces has been forgotten
         max_batch_rows=config.max_batch_rows,
         max_batch_frames=config.max_batch_frames,
     )
-    num_graphs = model.capture_graphs()
+    with _capturing(plan, "decoder", tell):
+        num_graphs = model.capture_graphs()
     pool = VocoderPool(model, pool_config, plan.stage)
     graphs = f", {num_graphs} graphs" if num_graphs else ""
     detail = f"{_placement(plan)}{graphs}; {model.sample_rate} Hz, {model.samples_per_frame} samples a frame"
@@ -185,7 +194,9 @@ def _placement(plan: StagePlan) -> str:
     return f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"
 
 
-def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context_length: int) -> KVCapacity:
+def _kv_capacity(
+    model: DecoderModel, config: LMConfig, plan: StagePlan, context_length: int, tell: Tell
+) -> KVCapacity:
     """`kv_memory` as given; else what the limit (or the device) leaves beside a measured step, which is
     measured once in the life of the server."""
     if config.kv_memory is not None:
@@ -200,14 +211,14 @@ def _kv_capacity(model: DecoderModel, config: LMConfig, plan: StagePlan, context
         block_bytes = model.config.kv_bytes_per_token(plan.dtype) * config.block_size
         return KVCapacity(plan.num_kv_blocks, config.block_size, block_bytes, context_length)
     bounds = step_bounds(config)
-    _report(plan, "measuring the largest step, to size the KV cache")
-    measured = measure_capacity(
-        model,
-        model.attention,
-        StepLimits(bounds.max_step_tokens, bounds.max_sequences, context_length),
-        budget_bytes=_budget(plan),
-        block_size=config.block_size,
-    )
+    with start_step(plan, "measuring the largest step", tell):
+        measured = measure_capacity(
+            model,
+            model.attention,
+            StepLimits(bounds.max_step_tokens, bounds.max_sequences, context_length),
+            budget_bytes=_budget(plan),
+            block_size=config.block_size,
+        )
     if plan.limit is not None or plan.device != "cpu":
         return measured
     # A host without a stated limit is shared with everything else: no more than requests are likely to use.

@@ -24,6 +24,7 @@ from contracts.messages import (
     StageFailed,
     StageReady,
     StageStats,
+    StageStep,
     StopSample,
     ToStage,
 )
@@ -35,6 +36,7 @@ from stages.replica_choice import ReplicaChoice
 from stages.routes import Routes
 from stages.speech_flow import SpeechFlow, SpeechOrder
 from stages.stage_board import SendToStage, StageBoard
+from stages.start_progress import StartProgress
 
 __all__ = ["Coordinator", "MediaHandle"]
 
@@ -49,6 +51,7 @@ class Coordinator:
         max_replays: int = 6,
         replicas: Mapping[str, tuple[str, ...]] | None = None,
         routing: RoutingConfig | None = None,
+        progress: StartProgress | None = None,
     ) -> None:
         """`replicas`: of the entry stage and of encoders, the names under which each runs."""
         self._max_replays = max_replays
@@ -56,7 +59,7 @@ class Coordinator:
         self._send = send
         self._requests: dict[str, InFlight] = {}
         self._attempts: dict[str, Attempt] = {}
-        self.board = StageBoard(self._routes.running, send)
+        self.board = StageBoard(self._routes.running, send, progress)
         self._choice = ReplicaChoice(self._routes, self.board, routing or RoutingConfig())
         self._media = MediaLending(self._choice, self._tell, self._fail)
         self.router = self._choice.router
@@ -224,6 +227,8 @@ class Coordinator:
                     self._stage_ready(stage, detail)
                 case StageFailed(stage, info):
                     self._stage_failed(stage, info.to_exception())
+                case StageStep(stage, doing):
+                    self.board.begun(stage, doing)
                 case StageStats():
                     self.board.told(message)
                 case CacheWasReset() | IntegrityReport():

@@ -10,10 +10,7 @@ import msgspec
 import torch
 
 from contracts.specs import MediaLimits
-
-
-class DeploymentError(ValueError):
-    """The deployment is wrong; the message names the stage or section and the field."""
+from stages.options import DeploymentError as DeploymentError
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,6 +35,7 @@ from stages.remote_workers import Rendezvous
 from stages.service import ModelCard, WorkerInfo
 from stages.stage_board import SendToStage
 from stages.stage_logics import make_shells
+from stages.start_progress import StartProgress
 from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
 
 __all__ = ["plan_text", "serve_service"]
@@ -53,23 +54,32 @@ class Workers(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def serve_service(options: ServeOptions) -> AsyncIterator[OmniService]:
-    """A running graph; on leaving, stages and preprocessing workers are stopped and their memory is gone."""
-    plan = make_plan(options)
+async def serve_service(
+    options: ServeOptions, progress: StartProgress | None = None
+) -> AsyncIterator[OmniService]:
+    """A running graph; on leaving, stages and preprocessing workers are stopped and their memory is gone.
+    `progress` is told what the start is at."""
+    progress = progress or StartProgress()
+    with progress.step("server", "reading the checkpoint and planning"):
+        plan = await asyncio.to_thread(make_plan, options)
     options = plan.options
     async with contextlib.AsyncExitStack() as stack:
         preprocessor = None
         if plan.family.media_specs.modalities:
             preprocessor = _make_preprocessor(plan.deployment)
             stack.push_async_callback(preprocessor.close)
-            await preprocessor.start()
+            with progress.step("preprocess", "starting its processes"):
+                await preprocessor.start()
         workers: Workers
         groups = group_stages(plan.deployment, options)
         if groups:
-            coordinator, workers = await _start_processes(plan, options, groups, preprocessor, stack)
+            coordinator, workers = await _start_processes(
+                plan, options, groups, preprocessor, stack, progress
+            )
         else:
-            coordinator, workers = _start_threads(plan, preprocessor, stack)
-        await asyncio.to_thread(lambda: plan.family.tokenizer)  # seconds, while the stages load
+            coordinator, workers = _start_threads(plan, preprocessor, stack, progress)
+        with progress.step("server", "reading the tokenizer"):  # seconds, while the stages load
+            await asyncio.to_thread(lambda: plan.family.tokenizer)
         await coordinator.board.wait_started()
         card = _model_card(options, plan)
         yield OmniService(
@@ -94,7 +104,10 @@ def _make_preprocessor(deployment: Deployment) -> Preprocessor:
 
 
 def _start_threads(
-    plan: Plan, preprocessor: Preprocessor | None, stack: contextlib.AsyncExitStack
+    plan: Plan,
+    preprocessor: Preprocessor | None,
+    stack: contextlib.AsyncExitStack,
+    progress: StartProgress,
 ) -> tuple[Coordinator, LocalWorker]:
     torch.set_num_threads(plan.deployment.server.threads or num_cores())
     inbox: Mailbox[FromStage] = Mailbox()
@@ -107,20 +120,21 @@ def _start_threads(
     read = None if preprocessor is None else preprocessor.pool.arena.view
     stages = list(plan.deployment.placed)
     worker = LocalWorker(make_shells(plan, stages, senders, receivers, read, inbox.put_all))
-    coordinator = _make_coordinator(plan, worker.send)
+    coordinator = _make_coordinator(plan, worker.send, progress)
     stack.enter_context(_background(_dispatch(inbox, coordinator)))
     stack.push_async_callback(worker.stop)
     worker.start()
     return coordinator, worker
 
 
-def _make_coordinator(plan: Plan, send: SendToStage) -> Coordinator:
+def _make_coordinator(plan: Plan, send: SendToStage, progress: StartProgress) -> Coordinator:
     return Coordinator(
         plan.family.pipeline,
         send,
         max_replays=plan.deployment.server.max_replays,
         replicas=plan.replicas,
         routing=plan.deployment.routing,
+        progress=progress,
     )
 
 
@@ -148,6 +162,7 @@ async def _start_processes(
     groups: tuple[WorkerConfig, ...],
     preprocessor: Preprocessor | None,
     stack: contextlib.AsyncExitStack,
+    progress: StartProgress,
 ) -> tuple[Coordinator, Supervisor]:
     edges: dict[tuple[str, str], ParentEdge] = {}
     cluster = RayCluster.join(options.ray) if options.ray is not None else None
@@ -173,9 +188,13 @@ async def _start_processes(
         rendezvous=rendezvous,
         read=no_arena if preprocessor is None else preprocessor.pool.arena.view,
     )
-    coordinator = _make_coordinator(plan, supervisor.send)
+    coordinator = _make_coordinator(plan, supervisor.send, progress)
     stack.push_async_callback(supervisor.stop)
     logger.info("starting workers: %s", ", ".join(f"{g.name} ({', '.join(g.stages)})" for g in groups))
+    for group in groups:
+        awaited = f"the agent of worker {group.name} on {group.host}" if group.host else "its worker process"
+        for stage in group.stages:
+            progress.begin(stage, f"waiting for {awaited}")
     await supervisor.start()
     if cluster is not None and rendezvous is not None:
         needs = {group.name: _devices_of(group, plan.deployment) for group in groups}

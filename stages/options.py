@@ -11,6 +11,10 @@ from typing import Literal
 SWITCH_INTERVAL_S = 2e-4
 
 
+class DeploymentError(ValueError):
+    """The deployment is wrong; the message names the stage or section and the field."""
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """`model`: a checkpoint folder, None for the default model. `overrides`: PATH=VALUE for the deployment.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import warnings
@@ -18,8 +17,6 @@ from contracts.errors import EngineError
 from stages.worker_agent import AgentOptions, run_agent
 
 logger = logging.getLogger(__name__)
-
-EXTRA = "install the extra: pip install 'omnistage[ray]'"
 
 
 class _Ref(Protocol):
@@ -61,8 +58,6 @@ class RayCluster:
     @classmethod
     def join(cls, cluster: str) -> RayCluster:
         """`cluster`: HOST:PORT of its head, or "auto" for the one that this machine is a node of."""
-        if importlib.util.find_spec("ray") is None:
-            raise EngineError(f"--ray needs the package ray; {EXTRA}")
         # Ray warns on import and at its start of what it will do otherwise one day, which is nobody's error.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         with _its_warnings():

@@ -11,6 +11,7 @@ from typing import Literal
 from contracts.errors import EngineError
 from contracts.messages import CacheWasReset, CheckIntegrity, IntegrityReport, ResetCache, StageStats, ToStage
 from contracts.timings import Timing, edge_name
+from stages.start_progress import StartProgress
 
 StageState = Literal["starting", "ready", "restarting", "failed"]
 logger = logging.getLogger(__name__)
@@ -21,8 +22,11 @@ SendToStage = Callable[[str, ToStage], None]
 class StageBoard:
     """All methods run on the front process's loop."""
 
-    def __init__(self, stages: tuple[str, ...], send: SendToStage) -> None:
+    def __init__(
+        self, stages: tuple[str, ...], send: SendToStage, progress: StartProgress | None = None
+    ) -> None:
         self._send = send
+        self._progress = progress or StartProgress()
         self._states: dict[str, StageState] = dict.fromkeys(stages, "starting")
         self._details: dict[str, str] = {}
         self.stats: dict[str, dict[str, float]] = {}  # by stage, and by edge ("vision->thinker")
@@ -53,10 +57,19 @@ class StageBoard:
             logger.info("stage %s is ready: %s", stage, detail)
         if detail is not None:
             self._details[stage] = detail
+        if state == "restarting":
+            self._progress.begin(stage, "starting again")
+        else:
+            self._progress.end(stage)
         self.touch()
         if state != "ready":
             for token in [t for t, (waiting, _) in self._answers.items() if stage in waiting]:
                 self._answered(token, stage)
+
+    def begun(self, stage: str, doing: str) -> None:
+        """A step of its start."""
+        self._details[stage] = doing
+        self._progress.begin(stage, doing)
 
     def touch(self) -> None:
         """Wakes those who wait for a change."""

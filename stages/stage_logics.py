@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from connectors.interface import Receiver, Sender
-from contracts.messages import FromStage
+from contracts.messages import FromStage, StageStep
 from encoder_pool.pool import EncoderPool
 from lm_engine.engine import LMEngine
 from lm_engine.talker.engine import TalkerEngine
@@ -16,6 +16,7 @@ from stages.planning import Plan
 from stages.rank_processes import RankProcesses
 from stages.routes import Routes
 from stages.shell import StageLogic, StageShell
+from stages.start_steps import Tell
 from stages.talker_stage import TalkerStage
 from stages.vocoder_stage import VocoderStage
 
@@ -31,48 +32,52 @@ def make_shells(
     """Shells of `stages`, none started. Ends of edges by (source, target); `read` maps shared features."""
     shells = []
     for name in stages:
-        logic = _logic(plan, Routes(plan.family.pipeline), name, read)
+        logic = _logic(plan, Routes(plan.family.pipeline), name, read, _teller(name, emit))
         outgoing = {target: sender for (source, target), sender in senders.items() if source == name}
         incoming = {source: receiver for (source, target), receiver in receivers.items() if target == name}
         shells.append(StageShell(name, logic, emit, outgoing, incoming))
     return shells
 
 
-def _logic(plan: Plan, routes: Routes, name: str, read: FeatureReader | None) -> StageLogic:
+def _teller(name: str, emit: Callable[[Sequence[FromStage]], None]) -> Tell:
+    return lambda doing: emit([StageStep(name, doing)])
+
+
+def _logic(plan: Plan, routes: Routes, name: str, read: FeatureReader | None, tell: Tell) -> StageLogic:
     deployment = plan.deployment
     if name in deployment.encoders:
         assert read is not None, f"stage {name} needs the feature arena"
-        return _encoder_logic(plan, name, read)
+        return _encoder_logic(plan, name, read, tell)
     if name in deployment.vocoders:
         return VocoderStage(
-            name, lambda: build_vocoder(plan.family, deployment.vocoders[name], plan.stage(name))
+            name, lambda: build_vocoder(plan.family, deployment.vocoders[name], plan.stage(name), tell)
         )
     talker, vocoder = routes.speech_path[1:] if routes.speaks else (None, None)
     if name == talker:
         assert vocoder is not None
-        return _talker_logic(plan, name, vocoder)
-    return _lm_logic(plan, name, talker)
+        return _talker_logic(plan, name, vocoder, tell)
+    return _lm_logic(plan, name, talker, tell)
 
 
-def _encoder_logic(plan: Plan, name: str, read: FeatureReader) -> EncoderStage:
+def _encoder_logic(plan: Plan, name: str, read: FeatureReader, tell: Tell) -> EncoderStage:
     def build() -> tuple[EncoderPool, str]:
-        return build_encoder_pool(plan.family, plan.deployment.encoders[name], plan.stage(name))
+        return build_encoder_pool(plan.family, plan.deployment.encoders[name], plan.stage(name), tell)
 
     return EncoderStage(name, build, read)
 
 
-def _lm_logic(plan: Plan, name: str, talker: str | None) -> LMStage:
+def _lm_logic(plan: Plan, name: str, talker: str | None, tell: Tell) -> LMStage:
     def build() -> tuple[LMEngine, str]:
         config = plan.deployment.lms[name]
         ranks = RankProcesses(plan, name) if config.tensor_parallel > 1 else None
-        return build_lm_engine(plan.family, config, plan.stage(name), plan.contexts[name], ranks)
+        return build_lm_engine(plan.family, config, plan.stage(name), plan.contexts[name], ranks, tell)
 
     return LMStage(name, build, talker)
 
 
-def _talker_logic(plan: Plan, name: str, vocoder: str) -> TalkerStage:
+def _talker_logic(plan: Plan, name: str, vocoder: str, tell: Tell) -> TalkerStage:
     def build() -> tuple[TalkerEngine, str]:
         config = plan.deployment.lms[name]
-        return build_talker(plan.family, config, plan.stage(name), plan.contexts[name])
+        return build_talker(plan.family, config, plan.stage(name), plan.contexts[name], tell)
 
     return TalkerStage(name, vocoder, build)

@@ -12,25 +12,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from api.errors import ErrorFields, error_fields
+from api.errors import error_fields
+from api.health import Health, StageReport
 from api.routes.base import Api, json_response
 from contracts.errors import ServiceUnavailable
 from stages.service import StageHealth, WorkerInfo
-
-
-class StageReport(msgspec.Struct, frozen=True):
-    stage: str
-    state: str
-    detail: str
-    values: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Beside the stages, an unhealthy answer has the error body that every other 503 has."""
-
-    status: Literal["ok", "unhealthy"]
-    stages: list[StageReport]
-    error: ErrorFields | msgspec.UnsetType = msgspec.UNSET
 
 
 class Ready(msgspec.Struct, frozen=True):

@@ -13,7 +13,8 @@ import httpx
 import msgspec
 
 from api.app import create_app
-from api.server import ApiServer, bind
+from api.listener import listen
+from api.server import ApiServer
 from api.settings import ApiSettings
 from stages.service import Service
 
@@ -23,6 +24,7 @@ TIMEOUT_S = 20.0
 @dataclass(frozen=True)
 class Running:
     port: int
+    server: ApiServer
 
     @property
     def url(self) -> str:
@@ -35,8 +37,9 @@ async def running(
 ) -> AsyncIterator[Running]:
     """`send_buffer`: bytes the kernel keeps per connection for a client that does not read."""
     settings = settings or ApiSettings()
-    server = ApiServer(create_app(service, settings), settings)
-    listener = bind("127.0.0.1", 0)
+    server = ApiServer(settings)
+    server.open(create_app(service, settings))
+    listener = listen("127.0.0.1", 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
@@ -44,7 +47,7 @@ async def running(
     try:
         async with asyncio.timeout(TIMEOUT_S):
             await server.listening.wait()
-        yield Running(port)
+        yield Running(port, server)
     finally:
         server.stop()
         await serving

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
 from api import cli
 from api.settings import ApiSettings, SettingsError
@@ -48,9 +49,10 @@ def test_it_says_something_before_it_loads_anything(capsys: pytest.CaptureFixtur
     """And a host that others can reach is warned of where no key is asked for."""
     arguments = ["serve", "/nowhere", "--host", "0.0.0.0", "--port", "0"]
     assert cli.main(arguments) == 1
-    first, second, last = capsys.readouterr().err.splitlines()
+    first, second, third, last = capsys.readouterr().err.splitlines()
     assert first == "omnistage: starting; the model is /nowhere"
     assert "0.0.0.0 is open to other machines" in second
+    assert third.startswith("omnistage: listening on http://0.0.0.0:")
     assert "no config.json in /nowhere" in last
     assert cli.main([*arguments, "--api-key", "k"]) == 1
     assert "open to other" not in capsys.readouterr().err
@@ -126,16 +128,14 @@ def test_serves_until_told_to_stop(
 ) -> None:
     from api import server
 
-    servers: list[server.ApiServer] = []
-    created = asyncio.Event()
-    make = server.ApiServer.__init__
+    opened: asyncio.Queue[server.ApiServer] = asyncio.Queue()
+    open_ = server.ApiServer.open
 
-    def remember(self: server.ApiServer, *arguments: object) -> None:
-        make(self, *arguments)  # type: ignore[arg-type]
-        servers.append(self)
-        created.set()
+    def remember(self: server.ApiServer, app: ASGIApp) -> None:
+        open_(self, app)
+        opened.put_nowait(self)
 
-    monkeypatch.setattr(server.ApiServer, "__init__", remember)
+    monkeypatch.setattr(server.ApiServer, "open", remember)
     stopped: list[str] = []
 
     @asynccontextmanager
@@ -146,13 +146,12 @@ def test_serves_until_told_to_stop(
     async def run() -> None:
         serving = asyncio.create_task(cli.serve(starting(), ServeOptions(port=0), ApiSettings()))
         async with asyncio.timeout(TIMEOUT_S):
-            await created.wait()
-            await servers[0].listening.wait()
+            opened_server = await opened.get()
             url = capsys.readouterr().out.split()[-1]
             async with httpx.AsyncClient() as http:
                 response = await http.post(f"{url}/v1/chat/completions", json=user("hi"))
             assert response.status_code == 200
-            servers[0].stop()
+            opened_server.stop()
             await serving
 
     asyncio.run(run())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +21,12 @@ LIMIT_S = 600  # never reached by a machine that is only slow
 
 
 class Server:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, log: Path) -> None:
+        self.log = log
         command = [sys.executable, "-m", "api.cli", "serve", str(folder), "--port", "0"]
         command += ["--workers", "per-stage", "--kv-memory", "8MiB", "--dtype", "float32"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.search(r"http://[\d.]+:\d+", line)
@@ -51,13 +52,14 @@ class Server:
         )
         return urllib.request.urlopen(request, timeout=LIMIT_S)
 
-    def accepts_connections(self) -> bool:
-        host, port = self.url.removeprefix("http://").split(":")
+    def refusal(self) -> str | None:
+        """Status and code with which /ready is refused; None: it is ready."""
         try:
-            socket.create_connection((host, int(port)), LIMIT_S).close()
-        except ConnectionError:
-            return False
-        return True
+            self.get("/ready")
+        except urllib.error.HTTPError as error:
+            with error:
+                return f"{error.code} {json.load(error)['error']['code']}"
+        return None
 
     def descendants(self) -> list[int]:
         found, todo = [], [self.process.pid]
@@ -78,8 +80,8 @@ class Server:
 
 
 @pytest.fixture
-def server(tiny: Callable[[str], Path]) -> Iterator[Server]:
-    server = Server(tiny("qwen2_5_vl"))
+def server(tiny: Callable[[str], Path], tmp_path: Path) -> Iterator[Server]:
+    server = Server(tiny("qwen2_5_vl"), tmp_path / "log")
     yield server
     server.close()
 
@@ -120,10 +122,15 @@ def test_a_second_signal_ends_at_once(server: Server) -> None:
     with server.open_stream(max_tokens=4000) as stream:
         assert stream.readline().startswith(b"data: ")
         server.process.send_signal(signal.SIGTERM)
-        while server.accepts_connections():  # until the first signal has been taken
+        while server.refusal() is None:  # until the first signal has been taken
             pass
+        assert server.refusal() == "503 shutting_down"
         server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(http.client.IncompleteRead):  # cut, not finished
-            stream.read()
-    server.process.wait(LIMIT_S)
+        rest = stream.read()
+    assert b'"code":"shutting_down"' in rest.splitlines()[-2], "the client is told"
+    assert b"[DONE]" not in rest
+    assert server.process.wait(LIMIT_S) == 0
     wait_for_end(pidfds)
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    assert log.count("told to stop again: 1 requests under way are cut off") == 1
