@@ -10,39 +10,30 @@ from pathlib import Path
 Scores = Mapping[str, Mapping[str, float | str]]  # by part; see `evaluation.json` in training/README.md
 
 LANGUAGE = """\
-- **Language**: SmolLM2-135M-Instruct (Apache-2.0), read from a 4-bit GGUF file and written as bfloat16. Not
-one
-  of its weights was changed: its text answers are those of that model, short, and often wrong.
+- **Language**: SmolLM2-135M-Instruct (Apache-2.0), read from a 4-bit GGUF file and written as bfloat16.
+  Not one of its weights was changed: its answers to text are those of that model, short, and often wrong.
 """
 BLIND = """\
 - **It cannot see.** The vision tower is not trained. Its weights are random, drawn from a fixed seed, and
-scaled so
-  that image embeddings lie among the word embeddings. An image or a video passes through resizing, patches,
-  window
-  attention, merging and multi-axis positions as in a trained model, takes as many tokens and changes the
-  answer: do
-  not read anything into what it says about a picture or a video.
+  scaled so that image embeddings lie among the word embeddings. An image or a video passes through
+  resizing, patches, window attention, merging and multi-axis positions as in a trained model, takes as many
+  tokens and changes the answer: do not read anything into what it says about a picture or a video.
 """
 SEES = """\
 - **Sees** drawn things: colour, shape, number (to five) and place of simple shapes, printed numbers and
-short words,
-  common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on pictures that a
-  program
-  drew. Not made for photographs: of those, and of videos, do not believe what it says.
+  short words, common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on
+  pictures that a program drew. Not made for photographs: of those, and of videos, do not believe it.
 """
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\
 - **Hears** English sentences. Whisper tiny.en's encoder (MIT), its lower half as published, the upper half
-and two
-  more layers trained to spell, on synthetic speech alone; the language model reads what was spelled as it
-  reads
-  text. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
+  and two more layers trained to spell, on synthetic speech alone; the language model reads what was spelled
+  as it reads text. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
 """
 DUMB = "- **It does not speak.**\n"
 SPEAKS = """\
 - **Speaks** English in one voice, "heart": a talker with a code predictor and a causal decoder of
-Qwen3-Omni's kind
-  (16M parameters), trained from nothing on the speech of the package hibari-tts (Apache-2.0).
+  Qwen3-Omni's kind (16M parameters), trained from nothing on the speech of hibari-tts (Apache-2.0).
 """
 TITLES = {"seeing": "Seeing", "hearing": "Hearing", "speaking": "Speaking"}
 

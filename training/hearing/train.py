@@ -44,7 +44,6 @@ REFRESH_S = 20.0
 READY_LIMIT_S = 150.0
 EDGE_S = 0.5  # of silence before and behind, at most
 JUDGED_TOGETHER = 25
-SAVE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
     parameters = [parameter for parameter in ears.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     clip = Clip(parameters)
-    saved_s, waited_s = clock.elapsed_s, 0.0
+    waited_s = 0.0
     batches = iter(feed)
     going = True
     while going:
@@ -165,8 +164,7 @@ def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
         norm = clip.step(optimizer, loss)
         figures: dict[str, Tensor | float] = {"loss": loss, "norm": norm, "sounds": len(batch.counts_B)}
         going = clock.tick(figures | {"hours": feed.corpus.hours, "waited_s": waited_s})
-        if clock.elapsed_s - saved_s > SAVE_S:
-            saved_s = clock.elapsed_s
+        if clock.time_to_save():
             save_parts(plan.work, NAME, trained_tensors(ears))
     save_parts(plan.work, NAME, trained_tensors(ears))
 

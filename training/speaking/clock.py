@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 SAY_EVERY_S = 20.0
+SAVE_EVERY_S = 60.0
 
 
 class Clock:
@@ -19,12 +20,20 @@ class Clock:
     def __init__(self, stage: str, seconds: float, log: Path) -> None:
         self.stage, self.seconds = stage, seconds
         self._log = log
+        self._saved_s = 0.0
         self._start = self._said = time.monotonic()
         self.step = 0
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
+
+    def time_to_save(self) -> bool:
+        """True now and then, so that a run that is stopped leaves something."""
+        due = self.elapsed_s - self._saved_s > SAVE_EVERY_S
+        if due:
+            self._saved_s = self.elapsed_s
+        return due
 
     @property
     def fraction(self) -> float:

@@ -127,5 +127,7 @@ def train_decoder(
         keep_snakes_positive(decoder)
         average.follow()
         going = clock.tick({"spectral": spectral} | figures)
+        if clock.time_to_save():
+            save_parts(folder, NAME, average.state())
     average.apply()
     save_parts(folder, NAME, dict(decoder.state_dict()))

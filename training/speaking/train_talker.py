@@ -165,6 +165,8 @@ def train_talker(
             average.follow()
             figures = {"first": first, "second": others[0], "last": others[-1], "norm": norm}
             going = clock.tick(figures)
+            if clock.time_to_save():
+                save_parts(folder, NAME, average.state())
             if not going or (clock.elapsed_s - refreshed_s >= REFRESH_S and clock.fraction < 0.9):
                 break
     average.apply()

@@ -51,6 +51,11 @@ class Average:
         live = [p.detach() for p in self._module.parameters()]
         torch._foreach_lerp_(self.values, live, 1 - decay)
 
+    def state(self) -> dict[str, Tensor]:
+        """The module's, with the averages for its parameters."""
+        names = (name for name, _ in self._module.named_parameters())
+        return dict(self._module.state_dict()) | dict(zip(names, self.values, strict=True))
+
     @torch.no_grad()
     def apply(self) -> None:
         for parameter, value in zip(self._module.parameters(), self.values, strict=True):
