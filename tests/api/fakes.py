@@ -133,7 +133,7 @@ class ScriptedService:
         return list(self.flows.values())[-1]
 
     async def wait_for(self, predicate: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(120), self.changed:
             await self.changed.wait_for(predicate)
 
     async def _notify(self) -> None:

@@ -18,7 +18,7 @@ from api.server import ApiServer
 from api.settings import ApiSettings
 from stages.service import Service
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)

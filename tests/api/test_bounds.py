@@ -31,7 +31,7 @@ from tests.served import data_url, picture
 from tests.tiny_omni import VOICES
 
 torch.set_num_threads(1)
-TIMEOUT_S = 60.0  # never reached by a machine that is only slow
+TIMEOUT_S = 180.0  # never reached by a machine that is only slow
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
 
 

@@ -78,7 +78,7 @@ def chunk(request_id: str, seq: int, *, stream: str = "s", last: bool = False, t
 
 def run(coroutine):
     with asyncio.Runner(loop_factory=LOOP["factory"]) as runner:
-        return runner.run(asyncio.wait_for(coroutine, 20))
+        return runner.run(asyncio.wait_for(coroutine, 120))
 
 
 async def settle() -> None:

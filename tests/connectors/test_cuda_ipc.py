@@ -43,6 +43,15 @@ def block(value: int, nbytes: int = 1024) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
+async def shown(receiver: CudaIpcReceiver) -> None:
+    """Returns once a chunk can be received: its copy may take long."""
+    while not receiver._queue:
+        receiver._bell.watch(receiver._heard)
+        receiver._collect()
+        if not receiver._queue:
+            await receiver._naps.nap()
+
+
 def test_a_chunk_arrives_whole_by_both_ways_and_outlives_its_release(edge: CudaIpcEdge) -> None:
     async def main() -> None:
         sender, receiver = sender_of(edge), receiver_of(edge)
@@ -162,14 +171,13 @@ def test_a_chunk_of_a_sender_that_another_has_replaced_is_lost(edge: CudaIpcEdge
     async def main() -> None:
         sender, receiver = sender_of(edge), receiver_of(edge)
         await sender.send(chunk("old", 0, tensor=block(1)))
-        await settle()
-        receiver._collect()
+        await shown(receiver)
         edge.mark_dead("sender")
         edge.reset()
         dead, sender = sender, sender_of(edge)
         with pytest.raises(PeerLost):
             await receiver.receive()
-        await asyncio.wait_for(receiver.renewed(), 5)
+        await asyncio.wait_for(receiver.renewed(), 120)
         await sender.send(chunk("new", 0, tensor=block(2)))
         assert (await receiver.receive()).tensors["x"][0] == 2
         for end in (dead, sender, receiver):
@@ -205,7 +213,7 @@ def test_a_cancelled_chunk_gives_its_device_memory_back(edge: CudaIpcEdge) -> No
         sender, receiver = sender_of(edge), receiver_of(edge)
         await sender.send(chunk("a", 0, tensor=block(1, DEVICE_BYTES)))
         waiting = asyncio.create_task(sender.send(chunk("b", 0, tensor=block(2, DEVICE_BYTES))))
-        await settle()
+        await shown(receiver)
         receiver.cancel("a")
         await waiting
         assert torch.equal((await receiver.receive()).tensors["x"], block(2, DEVICE_BYTES))

@@ -17,7 +17,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def run_on_loop(main: Callable[[], object]) -> None:
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(asyncio.wait_for(main(), 20))
+            runner.run(asyncio.wait_for(main(), 120))
 
     return run_on_loop
 

@@ -16,7 +16,7 @@ from lm_engine.memory import allocate_kv
 from lm_engine.plan import Admission, SequenceStep, SpanPiece, StepPlan, StepResult
 from lm_engine.runner import Runner
 
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 class Recorder:

@@ -14,7 +14,7 @@ from preprocess.arena import PAGE, Arena, ArenaMapping, Block, Lease
 
 
 def run(test: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+    asyncio.run(asyncio.wait_for(test, 120))
 
 
 def test_random_allocation_keeps_the_books() -> None:

@@ -24,11 +24,11 @@ from tests.rounds import run_watched, until
 
 PNG = encode(noise(16, 16))
 PAYLOAD = base64.b64encode(PNG).decode()
-OPEN = MediaLimits(allow_private_addresses=True, fetch_timeout_s=5)
+OPEN = MediaLimits(allow_private_addresses=True, fetch_timeout_s=60)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    run_watched(scenario, timeout_s=30)
+    run_watched(scenario, timeout_s=120)
 
 
 async def fetch(url: str, limits: MediaLimits = OPEN, **options: object) -> bytes:
@@ -38,7 +38,7 @@ async def fetch(url: str, limits: MediaLimits = OPEN, **options: object) -> byte
 
 def refusal(url: str, limits: MediaLimits = OPEN, **options: object) -> MediaError:
     async def attempt() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await fetch(url, limits, **options)
 
     with pytest.raises(MediaError) as caught:

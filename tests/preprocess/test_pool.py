@@ -59,7 +59,7 @@ async def running(**changes: object) -> AsyncIterator[PreprocessPool]:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    run_watched(scenario, timeout_s=60)
+    run_watched(scenario, timeout_s=180)
 
 
 async def assert_works(pool: PreprocessPool) -> None:

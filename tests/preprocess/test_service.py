@@ -43,7 +43,7 @@ async def running(num_workers: int = 1, **pool: object) -> AsyncIterator[Preproc
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    run_watched(scenario, timeout_s=60)
+    run_watched(scenario, timeout_s=180)
 
 
 def source(data: bytes, param: str = "messages[0]", **options: object) -> MediaSource:

@@ -51,7 +51,7 @@ PIPELINE = Pipeline(
 END = 0  # the thinker's end token
 FRAMES_PER_TOKEN = 3
 TAIL_FRAMES = 2
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def text_of(prompt: Sequence[int], num_tokens: int) -> list[int]:

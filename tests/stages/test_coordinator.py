@@ -106,7 +106,7 @@ def tokens(*, sample: int = 0, finish: bool = False, request_id: str = "r") -> G
 
 
 def run(coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
+    asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 def test_a_text_request_touches_only_the_entry_stage() -> None:

@@ -26,7 +26,7 @@ from tests.vocoder.fakes import SAMPLES_PER_FRAME
 
 
 def run(coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 90))
+    asyncio.run(asyncio.wait_for(coroutine, 240))
 
 
 def expect(spoken: Spoken, *prompt: int, voice: str = "ada") -> None:

@@ -31,7 +31,7 @@ STAGES = ("thinker", "talker", "vocoder")
 
 
 def run(coroutine) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 20))
+    asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def settle() -> None:
