@@ -6,11 +6,13 @@ BIN := .venv/bin
 SHIPPED := $(wildcard model_families/default_model/weights/*.safetensors)
 MODEL := .models/$(if $(SHIPPED),omnistage-nano,omnistage-default)
 WHISPER := .models/whisper-tiny-en
+# Byte code of the packages is kept, whatever the environment prefers: without it every start takes twice as long.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: setup demo whisper test check bench clean
 
-setup: .venv/.packages $(MODEL)/config.json
+setup: .venv/.packages .venv/.compiled $(MODEL)/config.json
 	@$(BIN)/python -m lm_engine.native.build
 	@$(BIN)/python -m preprocess.native
 
@@ -46,6 +48,11 @@ check: .venv/.packages
 	@echo "installing what the tests need besides"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		--constraint constraints.txt --editable '.[triton]'
+	@touch $@
+
+# What a server imports, compiled once: a container may not let later processes write byte code.
+.venv/.compiled: .venv/.packages
+	@$(BIN)/python -c 'import api.cli, api.app, stages.launch, stages.build, transformers'
 	@touch $@
 
 $(MODEL)/config.json: $(wildcard $(addprefix model_families/default_model/,*.py *.jinja *.md weights/*)) | .venv/.packages

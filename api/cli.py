@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_server_options(serve)
     plan = commands.add_parser("plan", help="print stages, placement and memory without loading weights")
     _add_model_options(plan)
+    plan.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="plan for another machine, whose GPUs have so much free (default: this machine's GPUs)",
+    )
     _add_worker_options(
         commands.add_parser(
             "worker", help="run a worker of a server that is on another machine, until stopped"
@@ -80,6 +85,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--set",
         action="append",
+        type=_override,
         default=[],
         metavar="PATH=VALUE",
         help="override one deployment value, such as thinker.replicas=2, limits.max_audio_s=600",
@@ -166,7 +172,17 @@ def options_of(parsed: argparse.Namespace) -> ServeOptions:
         api_key=parsed.api_key if serving else None,
         ray=parsed.ray if serving else None,
         worker_token=os.environ.get(TOKEN_VARIABLE) or None,
+        assumed_gpu_memory=None if serving else parsed.gpu_memory,
     )
+
+
+def _override(text: str) -> str:
+    """Refused before anything heavy is imported; whether there is such a value only the model's stages
+    tell."""
+    path, equals, _ = text.partition("=")
+    if not equals or path.count(".") != 1 or not all(path.strip().split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r}: want NAME.field=value, such as thinker.replicas=2")
+    return text
 
 
 def _port(text: str) -> int:

@@ -214,9 +214,17 @@ def _load_linear(
     """Projections of one input, rows stacked in the order of `parts` (name → outputs)."""
     weights = [source.take(f"{prefix}{name}.weight", (size, num_inputs)) for name, size in parts.items()]
     biases = [source.take(f"{prefix}{name}.bias", (size,)) for name, size in parts.items()] if bias else []
-    weight_OI = weights[0] if len(parts) == 1 else torch.cat(weights)
-    bias_O = torch.cat(biases) if biases else None
+    weight_OI = _stacked(weights)
+    bias_O = _stacked(biases) if biases else None
     return kernels.pack_linear(weight_OI, bias_O, float32_output=float32_output)
+
+
+def _stacked(rows: list[Tensor]) -> Tensor:
+    if len(rows) == 1:
+        return rows[0]
+    if rows[0].is_meta:  # torch.cat of shapes alone would first import its compiler, for seconds
+        return rows[0].new_empty((sum(len(part) for part in rows), *rows[0].shape[1:]))
+    return torch.cat(rows)
 
 
 def _load_mlp(config: DecoderConfig, source: WeightSource, kernels: Kernels, index: int) -> Mlp:

@@ -59,7 +59,10 @@ def check_devices(deployment: Deployment) -> None:
             kind, _, index = device.partition(":")
             if kind == "cuda" and int(index or 0) >= num_gpus:
                 there = f"cuda:0 to cuda:{num_gpus - 1}" if num_gpus else "no CUDA device"
-                raise DeploymentError(f"stage.{name}.devices: no {device} on this machine; it has {there}")
+                raise DeploymentError(
+                    f"stage.{name}.devices: no {device} on this machine; it has {there}"
+                    " (`omnistage plan --gpu-memory 140GiB` plans for a machine that has it)"
+                )
 
 
 class DeviceMemory:
@@ -71,11 +74,19 @@ class DeviceMemory:
 
     @classmethod
     def ask(cls, devices: Iterable[str]) -> DeviceMemory:
-        gpus = {device for device in devices if device.startswith("cuda")}
-        return cls({gpu: int(torch.cuda.mem_get_info(torch.device(gpu))[0]) for gpu in sorted(gpus)})
+        return cls({gpu: int(torch.cuda.mem_get_info(torch.device(gpu))[0]) for gpu in _gpus(devices)})
+
+    @classmethod
+    def assume(cls, devices: Iterable[str], num_bytes: int) -> DeviceMemory:
+        """Of a machine that is not this one, with so much free on every GPU."""
+        return cls(dict.fromkeys(_gpus(devices), num_bytes))
 
     def of(self, device: str) -> int:
         return self.free_at_start[device] if device.startswith("cuda") else host_bytes()
+
+
+def _gpus(devices: Iterable[str]) -> list[str]:
+    return sorted({device for device in devices if device.startswith("cuda")})
 
 
 def host_bytes() -> int:

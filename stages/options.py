@@ -41,6 +41,7 @@ class ServeOptions:
     machine: str = ""  # the `host` of the worker that these options are for
     deployment_text: str | None = None  # the deployment's content, for a machine that does not have the file
     gpu_memory: tuple[tuple[str, int], ...] = ()  # (GPU, bytes free before any stage loaded); (): ask them
+    assumed_gpu_memory: str | None = None  # of every GPU that is named, on another machine than this one
 
 
 def for_machine(options: ServeOptions, machine: str) -> ServeOptions:

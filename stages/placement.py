@@ -89,9 +89,13 @@ def choose_connectors(
 
 
 def reach_each_other(one: str, other: str) -> bool:
-    """Whether either GPU reads the other's memory, as two processes on one GPU do."""
+    """Whether either GPU reads the other's memory, as two processes on one GPU do. What is planned for
+    another
+    machine's GPUs supposes so."""
     first, second = (torch.device(name).index or 0 for name in (one, other))
-    return first == second or torch.cuda.can_device_access_peer(first, second)
+    if first == second or max(first, second) >= torch.cuda.device_count():
+        return True
+    return torch.cuda.can_device_access_peer(first, second)
 
 
 def choose_connector(

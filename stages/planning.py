@@ -95,7 +95,8 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
     deployment = running.deployment
     elsewhere = hosts_elsewhere(deployment, options)
     here = deployment.without(elsewhere)
-    if check_memory:
+    assumed = options.assumed_gpu_memory
+    if check_memory and assumed is None:
         check_devices(here)
     census = take_census(folder)
     if check_weights:
@@ -107,7 +108,12 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
         for name, lm in deployment.lms.items()
     }
     devices = [device for placed in here.placed.values() for device in placed.device_list]
-    memory = DeviceMemory(dict(options.gpu_memory)) if options.gpu_memory else DeviceMemory.ask(devices)
+    if assumed is not None:
+        memory = DeviceMemory.assume(devices, parse_bytes(assumed, "--gpu-memory"))
+    elif options.gpu_memory:
+        memory = DeviceMemory(dict(options.gpu_memory))
+    else:
+        memory = DeviceMemory.ask(devices)
     connectors = choose_connectors(
         deployment, _chunk_edges(running.pipeline), group_stages(deployment, options)
     )

@@ -86,9 +86,17 @@ def test_serve_options() -> None:
 
 def test_plan_takes_the_model_options_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("plan", "m", "--set", "a.b=2") == ServeOptions(model=Path("m"), overrides=("a.b=2",))
+    assert parse("plan", "--gpu-memory", "80GiB").assumed_gpu_memory == "80GiB"
     with pytest.raises(SystemExit):
         parse("plan", "m", "--port", "9")
     assert "--port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["foo", "a=1", ".b=2", "a.b.c=3", "a.=1"])
+def test_a_setting_that_is_none_is_refused_at_once(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("plan", "--set", setting)
+    assert "want NAME.field=value" in capsys.readouterr().err
 
 
 def test_bench_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ def test_the_connector_of_an_edge(
 
 
 def test_gpus_that_do_not_reach_each_other_go_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     monkeypatch.setattr(placement, "GPU_TO_GPU", "cuda_ipc")
     apart, one = ("cuda:0", "cuda:1"), ("cuda:1", "cuda:1")

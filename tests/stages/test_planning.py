@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +46,26 @@ def test_a_gpu_that_is_not_there_is_refused(
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
         with pytest.raises(DeploymentError, match=rf"stage\.thinker\.devices: no cuda:2 .* {there}"):
             make_plan(options)
+
+
+def test_another_machine_s_gpus_can_be_planned_for(tiny: Callable[..., Path]) -> None:
+    overrides = ("thinker.devices=cuda:2", "thinker.kv_memory=64MiB")
+    options = ServeOptions(model=tiny("llama"), overrides=overrides, assumed_gpu_memory="1GiB")
+    assert make_plan(options).stage("thinker").device == "cuda:2"
+    with pytest.raises(DeploymentError, match=r"cuda:2.* 8\.0 MiB"):
+        make_plan(replace(options, assumed_gpu_memory="8MiB"))
+    with pytest.raises(DeploymentError, match="--gpu-memory: 'much' is no size"):
+        make_plan(replace(options, assumed_gpu_memory="much"))
+
+
+def test_planning_imports_no_compiler(tiny: Callable[..., Path]) -> None:
+    """Its import takes longer than all the rest of a plan."""
+    code = (
+        "import sys; from pathlib import Path; from stages.options import ServeOptions;"
+        " from stages.planning import make_plan; make_plan(ServeOptions(model=Path(sys.argv[1])));"
+        " assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tiny("qwen2_5_vl"))], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("shape", ["qwen2_5_vl_3b", "qwen3_vl_4b", "qwen3_omni_30b_a3b"])
