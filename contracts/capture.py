@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -23,24 +23,56 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def capture(run: Callable[[], T], device: torch.device, pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of what `run` launches, and what it returns, whose memory is the graph's own and, with all
-    graphs
-    of `pool`, used again by the next replay. It has run once, so that nothing is compiled here.
+class GraphPool:
+    """Memory that graphs have in common: what a graph computes is valid until the next replay of any.
 
-    Unlike `torch.cuda.graph`, this neither collects garbage nor empties the allocator's cache, which other
-    threads are filling.
+    All are captured on one stream, since the allocator gives a freed block to its own stream alone: with a
+    stream each, every graph would keep memory of its own. The largest first, and the others fit into it.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch  # contracts load without it
+
+        self._device = device
+        self._id = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of what `run` launches, and what it returns. It has run once, so that nothing is compiled
+        here.
+
+        Unlike `torch.cuda.graph`, this neither collects garbage nor empties the allocator's cache, which
+        other threads are filling.
+        """
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        with DEVICE_LOCK:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+        return graph, result
+
+
+def graph_bytes(device: torch.device) -> int:
+    """Device memory that this process holds for graphs."""
     import torch
 
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    held = 0
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0):
+            held += int(segment["total_size"])
+    return held
+
+
+def release_unused() -> None:
+    """Gives back what the allocator keeps for later, of all devices: a first run that led to a graph has
+    left as much as the graph has."""
+    import torch
+
     with DEVICE_LOCK:
-        torch.cuda.synchronize(device)
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            finally:
-                graph.capture_end()
-    return graph, result
+        torch.cuda.empty_cache()

@@ -7,21 +7,18 @@ from typing import TypeVar
 
 import torch
 
-from contracts.capture import DEVICE_LOCK, capture
+from contracts.capture import DEVICE_LOCK, GraphPool
 
 T = TypeVar("T")
 
 
 class GraphRecorder:
-    """Its graphs share one pool of memory: what a graph computes is valid until the next replay of any."""
-
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool(device)
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph, and where its result lies. Runs twice: what is new is compiled first, which a capture
         must not."""
         with DEVICE_LOCK:
             run()
-            return capture(run, self._device, self._pool)
+            return self._pool.capture(run)

@@ -1,4 +1,4 @@
-"""Which GPU a thread works on."""
+"""Which GPU a thread works on, and on which stream."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def enter_device(device: torch.device) -> None:
 def device_thread(device: torch.device, name: str, count: int = 1) -> ThreadPoolExecutor:
     """Threads that work on the device."""
     return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=enter_device, initargs=(device,))
+
+
+def companion_threads(device: torch.device, name: str, count: int) -> ThreadPoolExecutor:
+    """Threads that launch on this thread's stream, so that what they share on the device is used in turns."""
+    if device.type != "cuda":
+        return ThreadPoolExecutor(count, thread_name_prefix=name)
+    stream = torch.cuda.current_stream(device)
+    return ThreadPoolExecutor(
+        count, thread_name_prefix=name, initializer=torch.cuda.set_stream, initargs=(stream,)
+    )

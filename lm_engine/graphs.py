@@ -6,6 +6,7 @@ Shapes: R rows of the step, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lm_engine.capture import GraphRecorder
-from lm_engine.devices import device_thread
+from lm_engine.devices import companion_threads
 from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, DecoderModel, PagedKV
 from lm_engine.plan import StepPlan
@@ -77,6 +78,18 @@ def bucket(num_rows: int, max_rows: int) -> int:
     return min(max_rows, next(size for size in (*BATCH_SIZES, max_rows) if size >= num_rows))
 
 
+def compile_ahead(run: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
+    """Runs all sizes once, on several threads. The first goes alone: most kernels are the same for all."""
+    from lm_engine.triton.launch import compiling_ahead
+
+    if not sizes:
+        return
+    with compiling_ahead():
+        run(sizes[0])
+        with companion_threads(device, "compile", COMPILE_THREADS) as threads:
+            list(threads.map(run, sizes[1:]))
+
+
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -114,10 +127,7 @@ class CapturedDecodes:
         return captured.logits_RV[:num_rows], Sampled(token_R, valid_R, None)
 
     def compile_all(self) -> None:
-        if missing := self._missing():
-            self._compile(missing[0])
-            with device_thread(self._table.device, "compile", COMPILE_THREADS) as threads:
-                list(threads.map(self._compile, missing[1:]))
+        compile_ahead(self._compile, self._missing(), self._table.device)
 
     def capture_all(self) -> int:
         with torch.inference_mode():

@@ -4,20 +4,30 @@ line. Called by the thread that runs the stage, which stays on the device."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from contracts.capture import graph_bytes, release_unused
 from encoder_pool.batcher import BatchLimits
 from encoder_pool.cache import CacheConfig
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from lm_engine.config import EngineConfig
 from lm_engine.devices import enter_device
 from lm_engine.engine import LMEngine
-from lm_engine.memory import KVCapacity, StepLimits, allocate_kv, capacity_of, measure_capacity
+from lm_engine.memory import (
+    KVCapacity,
+    StepLimits,
+    allocate_kv,
+    capacity_of,
+    check_kv_dtype,
+    measure_capacity,
+)
 from lm_engine.model import DecoderModel, PagedKV
 from lm_engine.parallel import TensorParallel
 from lm_engine.ranks import FollowingRunner, LeadingRunner
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
     from stages.rank_processes import RankProcesses
 
 
+logger = logging.getLogger(__name__)
 # A step is measured by what its process holds of the GPU, so no other stage may load meanwhile.
 _gpu_memory = threading.Lock()
 
@@ -47,11 +58,18 @@ def _loading(plan: StagePlan, tell: Tell) -> contextlib.AbstractContextManager[N
     return start_step(plan, f"loading weights ({plan.weights / MIB:,.0f} MiB)", tell)
 
 
-def _capturing(plan: StagePlan, graphs: str, tell: Tell) -> contextlib.AbstractContextManager[None]:
-    """Only GPUs have graphs."""
+@contextlib.contextmanager
+def _capturing(plan: StagePlan, graphs: str, tell: Tell) -> Iterator[None]:
+    """Only GPUs have graphs. Logs what those of all stages of this process take, which capture side by
+    side."""
     if not plan.device.startswith("cuda"):
-        return contextlib.nullcontext()
-    return start_step(plan, f"capturing {graphs} graphs", tell)
+        yield
+        return
+    with start_step(plan, f"capturing {graphs} graphs", tell):
+        yield
+    held = graph_bytes(torch.device(plan.device)) / MIB
+    planned = plan.graphs / MIB
+    logger.info("stage %s: graphs planned %.0f MiB; the process's hold %.0f MiB", plan.stage, planned, held)
 
 
 def build_encoder_pool(
@@ -140,10 +158,13 @@ def _load(
     with _alone_on(plan):
         with _loading(plan, tell):
             model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
+        check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
         capacity = _kv_capacity(model, config, plan, context_length, tell)
         if parallel is not None:
             capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
-        kv = allocate_kv(model.config, capacity.num_blocks, config.block_size, plan.dtype, device)
+        kv = allocate_kv(
+            model.config, capacity.num_blocks, config.block_size, plan.dtype, device, config.kv_dtype
+        )
     return model, kv, capacity
 
 
@@ -155,6 +176,7 @@ def build_talker(
     enter_device(device)
     with _alone_on(plan), _loading(plan, tell):
         model = family.load_talker(device, plan.dtype, config.kernels)
+        check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
         decoder = model.config.decoder
         capacity = capacity_of(
             decoder,
@@ -162,8 +184,9 @@ def build_talker(
             kv_bytes=max(plan.cache, MIB),
             block_size=config.block_size,
             context_length=context_length,
+            kv_dtype=config.kv_dtype,
         )
-        kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device)
+        kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device, config.kv_dtype)
     max_sequences = step_bounds(config).max_sequences
     runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
     with _capturing(plan, "frame", tell):
@@ -184,6 +207,8 @@ def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan, tell: 
     )
     with _capturing(plan, "decoder", tell):
         num_graphs = model.capture_graphs()
+        if num_graphs:
+            release_unused()
     pool = VocoderPool(model, pool_config, plan.stage)
     graphs = f", {num_graphs} graphs" if num_graphs else ""
     detail = f"{_placement(plan)}{graphs}; {model.sample_rate} Hz, {model.samples_per_frame} samples a frame"
@@ -206,9 +231,10 @@ def _kv_capacity(
             kv_bytes=plan.cache,
             block_size=config.block_size,
             context_length=context_length,
+            kv_dtype=config.kv_dtype,
         )
     if plan.num_kv_blocks:
-        block_bytes = model.config.kv_bytes_per_token(plan.dtype) * config.block_size
+        block_bytes = model.config.kv_bytes_per_token(plan.dtype, config.kv_dtype) * config.block_size
         return KVCapacity(plan.num_kv_blocks, config.block_size, block_bytes, context_length)
     bounds = step_bounds(config)
     with start_step(plan, "measuring the largest step", tell):
@@ -218,6 +244,7 @@ def _kv_capacity(
             StepLimits(bounds.max_step_tokens, bounds.max_sequences, context_length),
             budget_bytes=_budget(plan),
             block_size=config.block_size,
+            kv_dtype=config.kv_dtype,
         )
     if plan.limit is not None or plan.device != "cpu":
         return measured
@@ -229,15 +256,16 @@ def _kv_capacity(
         block_size=config.block_size,
         context_length=context_length,
         peak_bytes=measured.peak_bytes,
+        kv_dtype=config.kv_dtype,
     )
 
 
 def _budget(plan: StagePlan) -> int:
-    """For everything of this process on the device, once the weights of the stage are there."""
+    """For everything of this process on the device but graphs, once the weights of the stage are there."""
     if plan.device == "cpu":
         return plan.limit if plan.limit is not None else plan.weights + host_bytes()
     others = max(0, torch.cuda.memory_allocated(torch.device(plan.device)) - plan.weights)
-    return others + (plan.limit if plan.limit is not None else plan.total)
+    return others + (plan.limit if plan.limit is not None else plan.total) - plan.graphs
 
 
 def _engine_config(

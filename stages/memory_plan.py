@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lm_engine.graph_memory import planned_graph_bytes
 from lm_engine.model import DecoderConfig
 from lm_engine.parallel import shard_config
 from stages.deployment import (
@@ -23,9 +24,14 @@ from stages.deployment import (
 
 THINKER_KV_SHARE = 0.4
 TALKER_KV_SHARE = 0.15
-CUDA_SHARE = 0.9  # of a GPU's free memory; contexts, graphs and kernels live in the rest
-VOCODER_BYTES_PER_FRAME = 1 << 20  # 1920 samples of ~100 channels in float32
-VOCODER_BYTES_PER_STREAM = 1 << 20  # attention window and convolution tails
+CUDA_SHARE = 0.9  # of a GPU's free memory; contexts and kernels live in the rest
+# Of Qwen3-Omni's decoder, by its tensors' lives: 1,920 samples a frame, of ~100 channels; of a stream the
+# attention
+# window and the convolutions' tails. A smaller decoder takes about as much less as it has weights.
+VOCODER_VALUES_PER_FRAME = 1_150_000
+VOCODER_VALUES_PER_FORWARD = 30_000_000
+VOCODER_VALUES_PER_STREAM = 1_303_712
+VOCODER_WEIGHTS = 216_000_000
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -44,11 +50,12 @@ class StagePlan:
     rank: int = 0  # of a tensor-parallel stage
     kv_share: float = 0.0  # weight of its claim on what a GPU has left; 0: the cache is as large as it says
     num_kv_blocks: int = 0  # as an earlier start of the stage has measured; 0: none has
+    graphs: int = 0  # memory of CUDA graphs
     edges: int = 0  # device pools of the edges that it sends over
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.activations + self.edges
+        return self.weights + self.cache + self.activations + self.graphs + self.edges
 
 
 def check_devices(deployment: Deployment) -> None:
@@ -151,17 +158,30 @@ def plan_lm(
     bounds = step_bounds(config)
     logits = bounds.max_sequences * decoder.vocab_size * 4
     hidden = bounds.max_step_tokens * max(decoder.intermediate_size * 2, decoder.hidden_size * 4) * 4
+    graphs = 0
+    if device.startswith("cuda") and config.kernels in ("auto", "triton"):
+        graphs = planned_graph_bytes(decoder, dtype, max_sequences=bounds.max_sequences)
     if config.kv_memory is not None:
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")
-        _check_kv(name, cache, decoder.kv_bytes_per_token(dtype), config.block_size, context)
+        _check_kv(name, cache, decoder.kv_bytes_per_token(dtype, config.kv_dtype), config.block_size, context)
     elif limit is None and device.startswith("cuda"):
-        cache, free_share = decoder.kv_bytes_per_token(dtype) * context, share
+        cache, free_share = decoder.kv_bytes_per_token(dtype, config.kv_dtype) * context, share
     else:
         free = int(memory.of(device) * share)
-        room = free if limit is None else limit - weights - logits - hidden - edges
+        room = free if limit is None else limit - weights - logits - hidden - graphs - edges
         cache = default_kv_bytes(config, decoder, dtype, context, room)
     return StagePlan(
-        name, device, dtype, weights, cache, logits + hidden, limit, rank, free_share, edges=edges
+        name,
+        device,
+        dtype,
+        weights,
+        cache,
+        logits + hidden,
+        limit,
+        rank,
+        free_share,
+        graphs=graphs,
+        edges=edges,
     )
 
 
@@ -179,7 +199,7 @@ def default_kv_bytes(
     config: LMConfig, decoder: DecoderConfig, dtype: torch.dtype, context: int, room: int
 ) -> int:
     """What `max_sequences` requests of a quarter context want, at most `room`."""
-    per_token = decoder.kv_bytes_per_token(dtype)
+    per_token = decoder.kv_bytes_per_token(dtype, config.kv_dtype)
     wanted = per_token * max(context, step_bounds(config).max_sequences * context // 4)
     return max(min(wanted, room), 0)
 
@@ -217,12 +237,17 @@ def plan_encoder(
 def plan_vocoder(
     name: str, config: VocoderConfig, weight_elements: int, dtype: torch.dtype, memory: DeviceMemory
 ) -> StagePlan:
-    """What a forward needs besides its weights goes with the PCM it makes; measured at 24 kHz."""
+    """What a forward needs besides its weights goes with the PCM it makes. On a GPU the largest one's twice:
+    for graphs, and for forwards that none holds."""
     device = config.device_list[0]
-    activations = config.max_batch_frames * VOCODER_BYTES_PER_FRAME
-    states = config.max_streams * VOCODER_BYTES_PER_STREAM
+    value_bytes = dtype.itemsize * min(1.0, weight_elements / VOCODER_WEIGHTS)
+    values = VOCODER_VALUES_PER_FORWARD + config.max_batch_frames * VOCODER_VALUES_PER_FRAME
+    activations = int(values * value_bytes)
+    states = int(config.max_streams * VOCODER_VALUES_PER_STREAM * value_bytes)
     limit = stage_limit(name, config, device, memory)
-    return StagePlan(name, device, dtype, weight_elements * dtype.itemsize, states, activations, limit)
+    graphs = activations if device.startswith("cuda") else 0
+    weights = weight_elements * dtype.itemsize
+    return StagePlan(name, device, dtype, weights, states, activations, limit, graphs=graphs)
 
 
 def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
@@ -231,8 +256,8 @@ def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
         if plan.limit is not None and plan.total > plan.limit:
             raise DeploymentError(
                 f"stage.{plan.stage}.memory: needs {_size(plan.total)} (weights {_size(plan.weights)}, cache"
-                f" {_size(plan.cache)}, activations {_size(plan.activations)}, edges {_size(plan.edges)}),"
-                f" may use {_size(plan.limit)}"
+                f" {_size(plan.cache)}, activations {_size(plan.activations)}, graphs {_size(plan.graphs)},"
+                f" edges {_size(plan.edges)}), may use {_size(plan.limit)}"
             )
     for device in {plan.device for plan in plans}:
         on_device = [plan for plan in plans if plan.device == device]
@@ -244,12 +269,12 @@ def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
 
 def render_plan(plans: list[StagePlan]) -> str:
     rows: list[tuple[str, ...]] = [
-        ("stage", "device", "dtype", "weights", "cache", "activations", "edges", "total", "limit")
+        ("stage", "device", "dtype", "weights", "cache", "activations", "graphs", "edges", "total", "limit")
     ]
     for p in plans:
         dtype = str(p.dtype).removeprefix("torch.")
         limit = "-" if p.limit is None else _size(p.limit)
-        sizes = tuple(_size(n) for n in (p.weights, p.cache, p.activations, p.edges, p.total))
+        sizes = tuple(_size(n) for n in (p.weights, p.cache, p.activations, p.graphs, p.edges, p.total))
         name = f"{p.stage}/{p.rank}" if p.rank else p.stage
         rows.append((name, p.device, dtype, *sizes, limit))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

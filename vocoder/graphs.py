@@ -12,16 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from contracts.capture import capture
+from contracts.capture import GraphPool
 from vocoder.streaming import StateLayout, StreamBatch
 
 ROW_SIZES = (1, 2, 4, 8, 16, 32)
 FRAME_SIZES = (1, 2, 4, 8, 16)
 MAX_FRAMES = 256  # of a batch
 
-Results = tuple[Tensor, ...]
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], Results]], tuple[Replay, Results]]
+Record = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 
 class Network(Protocol):
@@ -31,12 +30,37 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _Batch:
     states_BS: Tensor
+    new_BS: Tensor
     num_frames_B: Tensor
     codes_BTQ: Tensor
+
+
+class _Buffers:
+    """Where forwards find their inputs and leave the new states: the same memory for batches of all sizes."""
+
+    def __init__(self, like: Tensor, state_size: int, num_groups: int) -> None:
+        """`like`: a tensor of the states' dtype and device."""
+        self._states_BS = like.new_zeros(ROW_SIZES[-1], state_size)
+        self._new_BS = torch.zeros_like(self._states_BS)
+        self._num_frames_B = torch.zeros(ROW_SIZES[-1], dtype=torch.int64, device=like.device)
+        self._codes_XQ = self._num_frames_B.new_zeros(MAX_FRAMES, num_groups)
+
+    def batch(self, num_rows: int, length: int) -> _Batch:
+        return _Batch(
+            self._states_BS[:num_rows],
+            self._new_BS[:num_rows],
+            self._num_frames_B[:num_rows],
+            self._codes_XQ[: num_rows * length].view(num_rows, length, -1),
+        )
+
+
+@dataclass(frozen=True)
+class _Captured:
+    buffers: _Batch
     replay: Replay
-    results: Results
+    pcm_BT: Tensor
 
 
 class ForwardGraphs:
@@ -54,9 +78,9 @@ class ForwardGraphs:
         """`num_void_frames`: of a stream, that have void steps. `like`: a tensor of the states' dtype and
         device."""
         self._network = network
-        self._num_groups, self._num_void_frames = num_groups, num_void_frames
-        self._like = like
+        self._num_void_frames = num_void_frames
         self._record = record or _CudaRecorder(like.device)
+        self._buffers = _Buffers(like, network.layout.size, num_groups)
         self._captured: dict[tuple[int, int, bool], _Captured] = {}
 
     def takes(self, num_rows: int, num_frames: int, youngest: int) -> bool:
@@ -69,18 +93,17 @@ class ForwardGraphs:
         self, states: Sequence[Tensor], num_frames: Sequence[int], codes_BTQ: Tensor
     ) -> tuple[Tensor, Tensor]:
         """PCM float32 [B, samples] and the new states [B, S], both valid until the next call. The codes are
-        on
-        the host."""
+        on the host."""
         used, length = codes_BTQ.shape[:2]
         key = (_rows_of(used), length, min(num_frames) < self._num_void_frames)
         captured = self._captured.get(key) or self._capture(key)
-        torch.stack(list(states), out=captured.states_BS[:used])
+        buffers = captured.buffers
+        torch.stack(list(states), out=buffers.states_BS[:used])
         padding = [max(num_frames)] * (key[0] - used)
-        _write(captured.num_frames_B, torch.tensor([*num_frames, *padding]))
-        _write(captured.codes_BTQ[:used], codes_BTQ)
+        _write(buffers.num_frames_B, torch.tensor([*num_frames, *padding]))
+        _write(buffers.codes_BTQ[:used], codes_BTQ)
         captured.replay()
-        pcm_BT, new_BS = captured.results
-        return pcm_BT[:used], new_BS[:used]
+        return captured.pcm_BT[:used], buffers.new_BS[:used]
 
     def capture_all(self) -> int:
         for num_rows in reversed(ROW_SIZES):
@@ -94,32 +117,31 @@ class ForwardGraphs:
 
     @torch.inference_mode()
     def _capture(self, key: tuple[int, int, bool]) -> _Captured:
-        (num_rows, length, is_young), like, layout = key, self._like, self._network.layout
-        states_BS = like.new_zeros(num_rows, layout.size)
-        num_frames_B = torch.zeros(num_rows, dtype=torch.int64, device=like.device)
-        codes_BTQ = num_frames_B.new_zeros(num_rows, length, self._num_groups)
+        (num_rows, length, is_young), layout = key, self._network.layout
+        buffers = self._buffers.batch(num_rows, length)
 
-        def run() -> Results:
+        def run() -> Tensor:
             youngest = 0 if is_young else self._num_void_frames
-            streams = StreamBatch(layout, states_BS, num_frames_B, youngest)
-            return self._network(codes_BTQ, streams).float(), streams.new_BS
+            streams = StreamBatch(
+                layout, buffers.states_BS, buffers.num_frames_B, youngest, new_BS=buffers.new_BS
+            )
+            return self._network(buffers.codes_BTQ, streams).float()
 
-        replay, results = self._record(run)
-        captured = self._captured[key] = _Captured(states_BS, num_frames_B, codes_BTQ, replay, results)
+        replay, pcm_BT = self._record(run)
+        captured = self._captured[key] = _Captured(buffers, replay, pcm_BT)
         return captured
 
 
 class _CudaRecorder:
-    """Its graphs share one pool of memory: results are valid until the next replay."""
+    """Its graphs share memory: results are valid until the next replay."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool(device)
 
-    def __call__(self, run: Callable[[], Results]) -> tuple[Replay, Results]:
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         run()  # lets the library choose its algorithms
-        graph, results = capture(run, self._device, self._pool)
-        return graph.replay, results
+        graph, pcm_BT = self._pool.capture(run)
+        return graph.replay, pcm_BT
 
 
 def _rows_of(num_rows: int) -> int:

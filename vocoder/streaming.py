@@ -46,12 +46,20 @@ class StateLayout:
 
 class StreamBatch:
     """The streams of one forward. `num_frames_B`: how many frames each had decoded before; `youngest`: no
-    more than the least of them."""
+    more than the least of them. `new_BS`: memory for the new vectors."""
 
-    def __init__(self, layout: StateLayout, states_BS: Tensor, num_frames_B: Tensor, youngest: int) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        states_BS: Tensor,
+        num_frames_B: Tensor,
+        youngest: int,
+        new_BS: Tensor | None = None,
+    ) -> None:
         assert states_BS.shape == (len(num_frames_B), layout.size)
         self._old_BS = states_BS
-        self.new_BS = torch.empty_like(states_BS)
+        self.new_BS = torch.empty_like(states_BS) if new_BS is None else new_BS
+        assert self.new_BS.shape == states_BS.shape
         self.num_frames_B = num_frames_B
         self._youngest = youngest
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contracts.params import SamplingParams
-from lm_engine.graphs import COMPILE_THREADS
+from lm_engine.graphs import compile_ahead
 from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.passes import CapturedPasses, CudaRecorder, MixedPasses, Record, Replay
@@ -158,10 +157,7 @@ class CapturedFrames:
 
     def capture_all(self) -> int:
         missing = sorted(set(self._sizes) - self._captured.keys(), reverse=True)
-        if missing:
-            self._compile(missing[0])
-            with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
-                list(threads.map(self._compile, missing[1:]))
+        compile_ahead(self._compile, missing, self._table.device)
         for size in missing:
             self._capture(size)
         return 2 * len(self._captured)

@@ -14,7 +14,7 @@ from contracts.params import SamplingParams
 from lm_engine.request_table import RequestTable
 from lm_engine.sampler import MIN_TEMPERATURE
 from lm_engine.triton.jit.codes import draw_codes
-from lm_engine.triton.launch import interpreted, launch_options, next_power
+from lm_engine.triton.launch import interpreted, launch, launch_options, next_power
 
 MAX_CODES = 8192  # a program holds all of a row's logits
 _HISTORY_BLOCK = 512
@@ -66,7 +66,9 @@ def _launch(
     assert num_rows == buffers.packed_4R.shape[1]
     codes_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
     sampling = fixed or SamplingParams()
-    draw_codes[(num_rows,)](
+    launch(
+        draw_codes,
+        (num_rows,),
         logits_RV,
         suppressed_V,
         buffers.packed_4R,

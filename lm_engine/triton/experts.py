@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lm_engine.layers.kernels import Experts
 from lm_engine.triton.jit.experts import combine_experts, expert_gemm, route
-from lm_engine.triton.launch import dot_precision, interpreted, launch_options, next_power
+from lm_engine.triton.launch import dot_precision, interpreted, launch, launch_options, next_power
 
 MAX_TOKENS = 64  # beyond it most experts have a full tile, and the library's product is faster
 _TILE_PAIRS = 16
@@ -60,7 +60,9 @@ class TritonExperts:
         assert logits_TE.dtype == torch.float32
         expert_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=x_TH.device)
         weight_TK = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=x_TH.device)
-        route[(num_tokens,)](
+        launch(
+            route,
+            (num_tokens,),
             logits_TE,
             expert_TK,
             weight_TK,
@@ -88,7 +90,9 @@ class TritonExperts:
         y_PH = _multiply(inner_PI, self._down_EHI, expert_TK, torch.float32, gated=False)
         width = x_TH.shape[1]
         block = min(_COMBINE_BLOCK, next_power(width))
-        combine_experts[(num_tokens, triton.cdiv(width, block))](
+        launch(
+            combine_experts,
+            (num_tokens, triton.cdiv(width, block)),
             y_PH,
             weight_TK,
             None if shared is None else shared.y_TH,
@@ -116,7 +120,9 @@ def _multiply(
     out_PO = torch.empty(num_pairs, num_outputs, dtype=dtype, device=x_XK.device)
     num_groups = min(num_pairs, num_experts)
     block_n, block_k = _tile(x_XK, num_groups, num_outputs)
-    expert_gemm[(num_groups, triton.cdiv(num_outputs, block_n))](
+    launch(
+        expert_gemm,
+        (num_groups, triton.cdiv(num_outputs, block_n)),
         x_XK,
         weight_EOK,
         expert_TK,

@@ -18,7 +18,7 @@ from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.experts import TritonExperts
 from lm_engine.triton.jit import elementwise
-from lm_engine.triton.launch import launch_options, next_power
+from lm_engine.triton.launch import launch, launch_options, next_power
 from lm_engine.triton.linear import TritonLinear, make_arrivals
 from lm_engine.triton.norm import launch_norm
 
@@ -73,8 +73,14 @@ class TritonKernels:
         out_TI = gate_up_T2I.new_empty(*gate_up_T2I.shape[:-1], width)
         block = min(next_power(width), _GATE_BLOCK)
         grid = (out_TI.numel() // width, triton.cdiv(width, block))
-        elementwise.silu_mul[grid](
-            gate_up_T2I, out_TI, WIDTH=width, BLOCK=block, **launch_options(self._device)
+        launch(
+            elementwise.silu_mul,
+            grid,
+            gate_up_T2I,
+            out_TI,
+            WIDTH=width,
+            BLOCK=block,
+            **launch_options(self._device),
         )
         return out_TI
 

@@ -16,6 +16,7 @@ from lm_engine.triton.jit.linear import gemv, skinny_gemm
 from lm_engine.triton.launch import (
     dot_precision,
     interpreted,
+    launch,
     launch_options,
     next_power,
     shared_memory_bytes,
@@ -113,7 +114,9 @@ class TritonLinear:
     ) -> None:
         num_outputs = out_1O.shape[1]
         num_programs = min(triton.cdiv(num_outputs, blocks.outputs), blocks.programs * _NUM_PROCESSORS)
-        gemv[(num_programs,)](
+        launch(
+            gemv,
+            (num_programs,),
             x_1I,
             self.weight_OI,
             self.bias_O,
@@ -150,7 +153,9 @@ class TritonLinear:
             assert num_tiles <= self._arrivals.shape[0]
             shape = (num_tiles, blocks.splits, blocks.outputs, block_m)
             parts = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
-        skinny_gemm[(num_tiles, blocks.splits)](
+        launch(
+            skinny_gemm,
+            (num_tiles, blocks.splits),
             x_MI,
             self.weight_OI,
             self.bias_O,

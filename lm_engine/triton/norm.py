@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lm_engine.triton.jit.elementwise import rms_norm
-from lm_engine.triton.launch import launch_options, next_power
+from lm_engine.triton.launch import launch, launch_options, next_power
 
 
 def launch_norm(
@@ -17,7 +17,9 @@ def launch_norm(
     """With a residual: the sum goes there and its norm to `out_TH`."""
     width = x_TH.shape[-1]
     assert weight_H.shape == (width,)
-    rms_norm[(x_TH.numel() // width,)](
+    launch(
+        rms_norm,
+        (x_TH.numel() // width,),
         x_TH,
         residual_TH,
         weight_H,

@@ -15,7 +15,7 @@ from lm_engine.model import AttentionMetadata
 from lm_engine.request_table import RequestTable
 from lm_engine.sampler import MIN_TEMPERATURE
 from lm_engine.triton.jit.step import decode_inputs, draw_tokens
-from lm_engine.triton.launch import launch_options, next_power
+from lm_engine.triton.launch import launch, launch_options, next_power
 
 _VOCABULARY_BLOCK = 2048
 _TABLE_BLOCK = 1024
@@ -65,7 +65,9 @@ def prepare_inputs(buffers: DecodeBuffers, table: RequestTable) -> None:
     """Fills the buffers from the table at the packed rows; appends their new blocks to the table."""
     metadata = buffers.metadata
     assert metadata.block_tables.stride(0) == table.block_tables.stride(0)
-    decode_inputs[(buffers.num_rows,)](
+    launch(
+        decode_inputs,
+        (buffers.num_rows,),
         buffers.packed_4R,
         table.token_ids,
         table.positions,
@@ -98,7 +100,9 @@ def draw(logits_RV: Tensor, buffers: DecodeBuffers, table: RequestTable, arrival
     num_chunks = triton.cdiv(vocabulary, _VOCABULARY_BLOCK)
     values = torch.empty(num_rows, num_chunks, 2, dtype=torch.float32, device=table.device)
     tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=table.device)
-    draw_tokens[(num_rows, num_chunks)](
+    launch(
+        draw_tokens,
+        (num_rows, num_chunks),
         logits_RV,
         buffers.packed_4R,
         table.floats,

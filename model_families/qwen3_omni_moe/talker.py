@@ -120,7 +120,7 @@ class Talker:
         self,
         sections: OmniSections,
         config: TalkerConfig,
-        source: TextTensors,
+        source: WeightSource,
         kernels: Kernels,
         predictor: CodePredictor,
         processor: Processor,
@@ -295,15 +295,15 @@ def load_talker(
     config = replace(config, residual=residual)
     with open_checkpoint(folder) as checkpoint:
         source = TextTensors(checkpoint, talker_name, device, dtype)
-        predictor = _load_predictor(inner, config, source, select_kernels(kernels, device, dtype))
+        predictor = load_predictor(inner, config, source, select_kernels(kernels, device, dtype))
         chosen = select_kernels(kernels, device, dtype)
         talker = Talker(sections, config, source, chosen, predictor, processor)
         source.check_all_taken()
     return talker
 
 
-def _load_predictor(
-    inner: DecoderConfig, config: TalkerConfig, source: TextTensors, kernels: Kernels
+def load_predictor(
+    inner: DecoderConfig, config: TalkerConfig, source: WeightSource, kernels: Kernels
 ) -> CodePredictor:
     part, shape = Under(source, "predictor."), (inner.vocab_size, inner.hidden_size)
     groups = range(config.num_code_groups - 1)

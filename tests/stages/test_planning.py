@@ -141,3 +141,30 @@ def test_a_gpu_too_small_for_the_weights_is_refused(large_omni: Path, one_gpu: C
     one_gpu(64 << 30)
     with pytest.raises(DeploymentError, match=r"device cuda:0: .* wanted \(vision .*64\.00 GiB free"):
         make_plan(ServeOptions(model=large_omni, overrides=ON_GPU))
+
+
+def test_a_cache_in_e4m3_holds_twice_the_tokens_of_the_same_memory(tmp_path: Path) -> None:
+    folder = write_shape_folder("qwen2_5_vl_3b", tmp_path / "shape")
+
+    def cache(*overrides: str) -> int:
+        options = ServeOptions(
+            model=folder, dtype="bfloat16", overrides=("thinker.max_context=8192", *overrides)
+        )
+        return make_plan(options, check_memory=False, check_weights=False).stage("thinker").cache
+
+    plain, halved = cache("thinker.max_sequences=1"), cache("thinker.max_sequences=1", "thinker.kv_dtype=fp8")
+    assert halved / plain == (128 + 1) / 256
+
+
+def test_graphs_are_planned_on_a_gpu(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
+    """As the tensors' lives at these shapes add up to: a batch of frames decoded, 2,048 tokens of a
+    thinker."""
+    one_gpu(139 << 30)
+    settings = ("thinker.max_sequences=128", "vocoder.dtype=bfloat16")
+    options = ServeOptions(model=large_omni, overrides=(*ON_GPU, *settings))
+    plan = make_plan(options, check_weights=False)
+    vocoder, thinker = plan.stage("vocoder"), plan.stage("thinker")
+    assert vocoder.graphs == pytest.approx(584 << 20, rel=0.1)
+    assert thinker.graphs == pytest.approx((533 + 317 + 95) << 20, rel=0.1)
+    assert sum(stage.total for stage in plan.stages) <= 139 << 30
+    assert plan.stage("vision").graphs == 0

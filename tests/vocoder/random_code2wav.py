@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vocoder.code2wav import Code2Wav, Code2WavConfig, Code2WavNetwork
-from vocoder.graphs import Record, Replay, Results
+from vocoder.graphs import Record, Replay
 from vocoder.transformer import TransformerConfig
 
 CODEBOOK = 32
@@ -61,12 +61,11 @@ def random_code2wav(
     return Code2Wav(network.to(device), record)
 
 
-def record(run: Callable[[], Results]) -> tuple[Replay, Results]:
-    """As a CUDA graph: what is recorded has run once, and a replay writes to the results' first places."""
-    results = tuple(result.clone() for result in run())
+def record(run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    """As a CUDA graph: what is recorded has run once, and a replay writes to the result's first place."""
+    result = run().clone()
 
     def replay() -> None:
-        for result, new in zip(results, run(), strict=True):
-            result.copy_(new)
+        result.copy_(run())
 
-    return replay, results
+    return replay, result

@@ -1,0 +1,28 @@
+"""What the CUDA graphs of a decoder will hold of its device, from shapes alone.
+
+Graphs of one kind share memory (`contracts.capture.GraphPool`): the largest step's activations, and what each
+graph leaves for others to read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lm_engine.graphs import BATCH_SIZES
+from lm_engine.model import DecoderConfig
+from lm_engine.passes import TOKEN_SIZES
+
+_SCRATCH_BYTES = 64 << 20  # of kernels that cut a sum into parts, and of the library
+
+
+def planned_graph_bytes(config: DecoderConfig, dtype: torch.dtype, *, max_sequences: int) -> int:
+    """Decode steps of all batch sizes, each with logits of its own, and mixed steps."""
+    sizes = [size for size in (*BATCH_SIZES, max_sequences) if size <= min(max_sequences, BATCH_SIZES[-1])]
+    logits = sum(set(sizes)) * config.vocab_size * 4
+    hidden, moe = config.hidden_size, config.moe
+    width = 3 * config.intermediate_size  # gate, up, and their product
+    if moe is not None:  # sorted rows, and put back in float32
+        width = max(width, moe.num_chosen * (6 * hidden + moe.intermediate_size))
+    activations = TOKEN_SIZES[-1] * (width + 4 * hidden)
+    results = sum(TOKEN_SIZES) * hidden
+    return logits + (activations + results) * dtype.itemsize + _SCRATCH_BYTES

@@ -1,0 +1,242 @@
+"""Every Triton kernel compiled for a Hopper GPU, without one, at the shapes of large models: it fits into the
+shared memory, spills little and never traps. Collected through test_compiled_kernels.py.
+
+Models on the device "meta" launch what they would launch on a GPU, and Triton compiles it for one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import lm_engine.triton.launch
+import lm_engine.triton.linear
+import vocoder.kernels
+from lm_engine.attention.triton import TritonAttention
+from lm_engine.decoder import Decoder
+from lm_engine.graphs import BATCH_SIZES
+from lm_engine.layers.kernels import HeadShape, QKNorm
+from lm_engine.memory import allocate_kv
+from lm_engine.model import DecoderConfig, KVDtype
+from lm_engine.passes import TOKEN_SIZES, PaddedPasses
+from lm_engine.request_table import RequestTable
+from lm_engine.talker.graphs import BATCH_SIZES as FRAME_SIZES
+from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
+from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
+from lm_engine.triton.kernels import TritonKernels
+from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
+from model_families.checkpoint import read_config
+from model_families.qwen2_5_vl.decoder import decoder_config as qwen2_5_vl_config
+from model_families.qwen3_omni_moe import talker as omni_talker
+from model_families.qwen3_omni_moe.decoder import DEFAULTS as OMNI_DEFAULTS
+from model_families.text_config import CheckpointConfig, build_decoder_config
+from tests.lm_engine.cubin import has_trap, stack_bytes
+from tests.lm_engine.random_decoder import tiny_config
+
+SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
+META, DTYPE = torch.device("meta"), torch.bfloat16
+SHARED_BYTES = 232448  # that a block may have on Hopper
+STACK_BYTES = 128
+BLOCK_SIZE, NUM_BLOCKS = 16, 1000
+
+
+class _Thinker(msgspec.Struct):
+    text_config: CheckpointConfig
+
+
+class Omni(msgspec.Struct):
+    thinker_config: _Thinker
+
+
+class Hopper:
+    """As Triton's driver, of a GPU that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Shapes:
+    """A WeightSource."""
+
+    device, dtype = META, DTYPE
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, device=META, dtype=DTYPE)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, triton.compiler.CompiledKernel]]:
+    """What was launched, compiled."""
+    kernels: dict[str, triton.compiler.CompiledKernel] = {}
+    run = JITFunction.run
+
+    def compile(self: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernels[f"{kernel.name} {kernel.hash}"] = kernel
+
+    triton.runtime.driver.set_active(Hopper())
+    monkeypatch.setattr(JITFunction, "run", compile)
+    monkeypatch.setattr(lm_engine.triton.launch, "uses_pdl", lambda device: True)
+    monkeypatch.setattr(lm_engine.triton.linear, "shared_memory_bytes", lambda device: SHARED_BYTES)
+    monkeypatch.setattr(vocoder.kernels, "takes", lambda x: True)
+    with torch.inference_mode():
+        yield kernels
+
+
+def check(compiled: dict[str, triton.compiler.CompiledKernel], *names: str) -> None:
+    """`names`: some that must be among them."""
+    assert {kernel.name for kernel in compiled.values()} >= set(names)
+    for name, kernel in compiled.items():
+        assert kernel.metadata.shared <= SHARED_BYTES, name
+        assert not has_trap(kernel.asm["cubin"]), name
+        assert stack_bytes(kernel.asm["cubin"]) <= STACK_BYTES, name
+
+
+def folder_of(shape: str, tmp_path: Path) -> Path:
+    shutil.copy(SHAPES / f"{shape}.json", tmp_path / "config.json")
+    return tmp_path
+
+
+def table_of(config: DecoderConfig, max_sequences: int, max_length: int) -> RequestTable:
+    return RequestTable(
+        vocab_size=config.vocab_size,
+        num_axes=config.num_position_axes,
+        max_sequences=max_sequences,
+        max_length=max_length,
+        block_size=BLOCK_SIZE,
+        device=META,
+    )
+
+
+def run_decoder(
+    config: DecoderConfig, batches: tuple[int, ...], tokens: tuple[int, ...], kv_dtype: KVDtype = "auto"
+) -> None:
+    """A layer's steps of so many sequences and mixed ones of so many tokens."""
+    config = replace(config, num_layers=1, kept_hidden_layer=None)
+    model = Decoder(config, Shapes(), TritonKernels(META))
+    table = table_of(config, 256, 16384)
+    kv = allocate_kv(config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META, kv_dtype)
+    arrivals_R = torch.zeros(256, dtype=torch.int32, device=META)
+    for batch in batches:
+        buffers = DecodeBuffers.allocate(batch, table)
+        prepare_inputs(buffers, table)
+        hidden_RH = model.embed(buffers.token_ids_R)
+        hidden_RH = model.forward(hidden_RH, buffers.positions_AR, kv, model.attention, buffers.metadata)
+        draw(model.logits(hidden_RH), buffers, table, arrivals_R)
+    passes = PaddedPasses(model, model.attention, kv, table)
+    for num_tokens in tokens:
+        passes._forward(num_tokens)
+
+
+def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...]) -> None:
+    """Whole frames of so many sequences, and prompts of so many rows."""
+    sections, config, inner = omni_talker.read_talker_config(folder)
+    config = replace(config, decoder=replace(config.decoder, num_layers=1))
+    source, kernels = Shapes(), TritonKernels(META)
+    predictor = omni_talker.load_predictor(replace(inner, num_layers=1), config, source, TritonKernels(META))
+    model = omni_talker.Talker(sections, config, source, kernels, predictor, processor=None)
+    decoder = config.decoder
+    table, kv = table_of(decoder, 64, 8192), allocate_kv(decoder, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META)
+    model.reserve(64)
+    last_frame = torch.zeros(65, config.num_code_groups, dtype=torch.int64, device=META)
+    suppressed_V = torch.zeros(decoder.vocab_size, device=META)
+    frames = CapturedFrames(
+        model, kv, table, last_frame, suppressed_V, record=lambda run: (lambda: None, run())
+    )
+    for batch in batches:
+        frames._capture(batch)
+    passes = PaddedPasses(PromptModel(model), model.attention, kv, table, MAX_PROMPT_ROWS)
+    for num_rows in prompts:
+        passes._forward(num_rows)
+
+
+@triton.jit
+def trapping(x_ptr):
+    value = tl.load(x_ptr)
+    tl.inline_asm_elementwise("trap; mov.u32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def test_a_trap_is_seen(compiled):
+    trapping[(1,)](torch.empty(1, dtype=torch.int32, device=META))
+    with pytest.raises(AssertionError, match="trapping"):
+        check(compiled)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_attention(compiled, kv_dtype):
+    """Decodes by halves of 64 keys and mixed steps, as of Qwen3's heads."""
+    heads = HeadShape(16, 2, 128)
+    config = tiny_config(head_dim=128, num_kv_heads=2, num_layers=1)
+    kv = allocate_kv(config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META, kv_dtype)
+    table = table_of(config, 64, 8192)
+    buffers = DecodeBuffers.allocate(56, table)
+    norm = QKNorm(*torch.empty(2, 128, device=META, dtype=DTYPE), 1e-6)
+    attention = TritonAttention(META)
+    mixed = replace(buffers.metadata, max_query_length=2)
+    for num_tokens, metadata in ((56, buffers.metadata), (112, mixed)):
+        qkv_TX = torch.empty(num_tokens, heads.width, device=META, dtype=DTYPE)
+        cos_TP = torch.empty(num_tokens, 64, device=META)
+        attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, norm, kv, 0, metadata)
+    check(compiled, "decode_attention", "mixed_attention", "rope_heads")
+
+
+def test_draws_of_codes(compiled):
+    """Of a talker's vocabulary, and of its code predictor's."""
+    table = table_of(tiny_config(), 64, 8192)
+    for num_codes in (3072, 2048):
+        codes = CodeBuffers.allocate(torch.zeros(4, 56, dtype=torch.int32, device=META), num_codes)
+        logits_RV = torch.empty(56, num_codes, device=META)
+        if num_codes == 3072:
+            draw_first(logits_RV, logits_RV[0], codes, table)
+        else:
+            draw_residual(logits_RV, codes, table, omni_talker.RESIDUAL, seed=7)
+    check(compiled, "draw_codes")
+    assert len(compiled) == 2
+
+
+@pytest.mark.slow
+def test_all_frames_and_prompts_of_a_talker(compiled, tmp_path):
+    run_talker(folder_of("qwen3_omni_30b_a3b", tmp_path), FRAME_SIZES, TOKEN_SIZES[:14])
+    check(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_all_steps_of_a_vision_model(compiled, tmp_path, kv_dtype):
+    config = read_config(folder_of("qwen2_5_vl_3b", tmp_path), CheckpointConfig)
+    run_decoder(qwen2_5_vl_config(config), BATCH_SIZES, TOKEN_SIZES, kv_dtype)
+    check(compiled, "draw_tokens", "gemv", "rope_heads")
+
+
+@pytest.mark.slow
+def test_all_steps_of_a_thinker(compiled, tmp_path):
+    config = read_config(folder_of("qwen3_omni_30b_a3b", tmp_path), Omni).thinker_config.text_config
+    run_decoder(build_decoder_config(config, OMNI_DEFAULTS), BATCH_SIZES, TOKEN_SIZES)
+    check(compiled, "expert_gemm", "silu_mul")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_the_vocoder_s_kernels(compiled, dtype):
+    """Snake and convolutions of one stream's frame and of a batch."""
+    for rows, steps in ((1, 1920), (32, 8 * 1920)):
+        x = torch.empty(rows, 96, steps, device=META, dtype=dtype)
+        vocoder.kernels.fused_snake(x, x[0, :, :1].contiguous(), x[0, :, :1].contiguous())
+        vocoder.kernels.narrow_conv(x, x[:1, :, :7].contiguous(), x[0, 0, :1].contiguous(), 1)
+        vocoder.kernels.depthwise_conv(x, x[0, :, None, :7].contiguous(), x[0, :, 0].contiguous(), 1)
+    check(compiled, "snake", "narrow_conv", "depthwise_conv")
