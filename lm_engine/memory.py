@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from contracts.capture import synchronize
 from contracts.errors import EngineError
 from contracts.params import SamplingParams
-from lm_engine.model import AttentionBackend, DecoderConfig, DecoderModel, PagedKV
+from lm_engine.model import AttentionBackend, DecoderConfig, DecoderModel, KVDtype, PagedKV
 from lm_engine.plan import Admission, SequenceStep, StepPlan
 from lm_engine.runner import Runner
 
@@ -73,15 +74,37 @@ class KVCapacity:
 
 
 def allocate_kv(
-    config: DecoderConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: KVDtype = "auto",
 ) -> PagedKV:
-    """Zeroed: attention reads whole blocks, and stale memory could hold NaN."""
-    shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-    keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    if config.kept_hidden_layer is None:
-        return PagedKV(keys, values)
-    hidden = torch.zeros(num_blocks, block_size, config.hidden_size, dtype=dtype, device=device)
-    return PagedKV(keys, values, hidden)
+    """Zeroed: attention reads whole blocks, and stale memory could hold NaN. `dtype`: the model's."""
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    heads = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
+    stored = dtype if kv_dtype == "auto" else torch.float8_e4m3fn
+    kv = PagedKV(zeros(*heads, config.head_dim, dtype=stored), zeros(*heads, config.head_dim, dtype=stored))
+    if kv_dtype == "fp8":
+        kv.key_exponents, kv.value_exponents = (zeros(*heads, dtype=torch.int8) for _ in range(2))
+    if config.kept_hidden_layer is not None:
+        kv.hidden = zeros(num_blocks, block_size, config.hidden_size)
+    return kv
+
+
+def check_kv_dtype(attention: AttentionBackend, kv_dtype: KVDtype, stage: str) -> None:
+    """Raises EngineError where the stage's attention cannot read such a cache."""
+    if kv_dtype not in attention.kv_dtypes:
+        raise EngineError(
+            f"stage.{stage}.kv_dtype = '{kv_dtype}': the {attention.name} attention cannot read it;"
+            " set kernels = 'triton' on a GPU of compute capability 8.9 or newer, 'reference' elsewhere, or"
+            " kv_dtype = 'auto'",
+            code="unsupported_kv_dtype",
+        )
 
 
 def capacity_of(
@@ -92,9 +115,10 @@ def capacity_of(
     block_size: int,
     context_length: int,
     peak_bytes: int = 0,
+    kv_dtype: KVDtype = "auto",
 ) -> KVCapacity:
     """Blocks that fit `kv_bytes`. Raises EngineError when one context does not fit."""
-    block_bytes = config.kv_bytes_per_token(dtype) * block_size
+    block_bytes = config.kv_bytes_per_token(dtype, kv_dtype) * block_size
     needed = -(-context_length // block_size) + 1
     if kv_bytes < needed * block_bytes:
         raise EngineError(
@@ -113,6 +137,7 @@ def measure_capacity(
     budget_bytes: int,
     block_size: int,
     encoder_step: Callable[[], None] | None = None,
+    kv_dtype: KVDtype = "auto",
 ) -> KVCapacity:
     """Runs the largest step, and the encoder's if it shares the device, and gives KV what the budget
     leaves.
@@ -123,8 +148,8 @@ def measure_capacity(
     config, device = model.config, model.device
     # Two blocks more a sequence than its tokens fill: partial ones at both ends.
     num_blocks = limits.max_step_tokens // block_size + 2 * limits.max_sequences + 2
-    kv = allocate_kv(config, num_blocks, block_size, model.dtype, device)
-    for cache in (kv.keys, kv.values) if kv.hidden is None else (kv.keys, kv.values, kv.hidden):
+    kv = allocate_kv(config, num_blocks, block_size, model.dtype, device, kv_dtype)
+    for cache in kv.layered if kv.hidden is None else (*kv.layered, kv.hidden):
         cache.zero_()  # touches every page, so that all of it is resident and can be subtracted
     runner = Runner(
         model, attention, kv, max_sequences=limits.max_sequences, max_length=limits.context_length
@@ -136,7 +161,7 @@ def measure_capacity(
             peak_bytes = max(peak_bytes, measure_peak(device, encoder_step))
     finally:
         runner.close()
-    peak_bytes -= num_blocks * config.kv_bytes_per_token(model.dtype) * block_size
+    peak_bytes -= num_blocks * config.kv_bytes_per_token(model.dtype, kv_dtype) * block_size
     return capacity_of(
         config,
         model.dtype,
@@ -144,6 +169,7 @@ def measure_capacity(
         block_size=block_size,
         context_length=limits.context_length,
         peak_bytes=peak_bytes,
+        kv_dtype=kv_dtype,
     )
 
 

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from lm_engine.config import SpokenHidden
 
+KVDtype = Literal["auto", "fp8"]
+"""Of cached keys and values: the model's own dtype, or e4m3 with a power of two for each token and KV
+head."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -76,23 +80,44 @@ class DecoderConfig:
     def num_position_axes(self) -> int:
         return 3 if self.rope.mrope_section else 1
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+    def kv_bytes_per_token(self, dtype: torch.dtype, kv_dtype: KVDtype = "auto") -> int:
+        """`dtype`: the model's, in which hidden states are kept."""
         kept = self.hidden_size if self.kept_hidden_layer is not None else 0
-        return (2 * self.num_layers * self.num_kv_heads * self.head_dim + kept) * dtype.itemsize
+        head_bytes = self.head_dim * dtype.itemsize if kv_dtype == "auto" else self.head_dim + 1
+        return 2 * self.num_layers * self.num_kv_heads * head_bytes + kept * dtype.itemsize
 
 
 @dataclass
 class PagedKV:
     """Keys and values of every layer: [num_layers, B, S, G, D] each; hidden states [B, S, H] if the decoder
-    keeps them. Block 0 is a scratch block, never owned."""
+    keeps them. Block 0 is a scratch block, never owned.
+
+    In e4m3, a head's values stand for themselves times two to the power of its exponent, int8
+    [num_layers, B, S, G] (`attention/quantised.py`).
+    """
 
     keys: Tensor
     values: Tensor
     hidden: Tensor | None = None
+    key_exponents: Tensor | None = None
+    value_exponents: Tensor | None = None
 
     @property
     def block_size(self) -> int:
         return self.keys.shape[2]
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.key_exponents is not None
+
+    @property
+    def layered(self) -> tuple[Tensor, ...]:
+        """Everything that has a layer's blocks in it, [num_layers, B, ...], to be moved and not computed
+        with."""
+        if self.key_exponents is None or self.value_exponents is None:
+            return self.keys, self.values
+        as_bytes = (self.keys.view(torch.uint8), self.values.view(torch.uint8))  # torch indexes no e4m3
+        return *as_bytes, self.key_exponents, self.value_exponents
 
 
 @dataclass(frozen=True)
@@ -111,9 +136,11 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Writes the step's K/V into the paged cache and attends causally over it."""
+    """Writes the step's K/V into the paged cache and attends causally over it. `kv_dtypes`: of caches that it
+    can read."""
 
     name: str
+    kv_dtypes: tuple[KVDtype, ...]
 
     def attend(
         self,

@@ -214,7 +214,7 @@ class Runner:
         assert len(targets) == len(copies), "a block is the target of two copies"
         assert targets.isdisjoint(source for source, _ in copies), "a block is source and target"
         sources_C, targets_C = self.table.to_device(np.array(copies, dtype=np.int64).T.copy()).unbind(0)
-        for cache in (self.kv.keys, self.kv.values):
+        for cache in self.kv.layered:
             cache[:, targets_C] = cache[:, sources_C]
         if self.kv.hidden is not None:
             self.kv.hidden[targets_C] = self.kv.hidden[sources_C]

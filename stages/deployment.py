@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from contracts.specs import MediaLimits
+from lm_engine.model import KVDtype
 from stages.options import DeploymentError as DeploymentError
 
 
@@ -54,12 +55,14 @@ class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step.
+    `kv_dtype` "fp8": half the bytes a token.
 
     Step bounds that are None follow the device: a GPU takes large steps, a CPU small ones.
     """
 
     tensor_parallel: int = 1
     kv_memory: int | str | None = None
+    kv_dtype: KVDtype = "auto"
     block_size: int = 16
     max_sequences: int | None = None
     max_step_tokens: int | None = None

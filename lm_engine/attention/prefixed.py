@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.model import AttentionMetadata, KVDtype, PagedKV
 from lm_engine.transfer import to_device
 
 
@@ -57,6 +57,7 @@ class PrefixedAttention:
     """Remembers the rows of the latest step, so it serves one step at a time."""
 
     name = "prefixed"
+    kv_dtypes: tuple[KVDtype, ...] = ("auto",)
 
     def __init__(self, prefix: int) -> None:
         self._prefix = prefix

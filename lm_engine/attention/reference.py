@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.attention.quantised import dequantise, quantise
+from lm_engine.model import AttentionMetadata, KVDtype, PagedKV
 from lm_engine.transfer import to_device
 
 MAX_PADDED_QUERIES = 16  # longest chunk whose padding is cheaper than a call of its own
@@ -21,14 +22,19 @@ MAX_PADDED_QUERIES = 16  # longest chunk whose padding is cheaper than a call of
 
 def write_kv(k_TGD: Tensor, v_TGD: Tensor, kv: PagedKV, layer: int, metadata: AttentionMetadata) -> None:
     """Stores the step's keys and values at `slot_mapping`."""
-    kv.keys[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, k_TGD.to(kv.keys.dtype))
-    kv.values[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, v_TGD.to(kv.values.dtype))
+    new = [k_TGD.to(kv.keys.dtype), v_TGD.to(kv.values.dtype)]
+    if kv.is_quantised:
+        (keys, key_exponents), (values, value_exponents) = quantise(k_TGD), quantise(v_TGD)
+        new = [keys.view(torch.uint8), values.view(torch.uint8), key_exponents, value_exponents]
+    for cache, written in zip(kv.layered, new, strict=True):
+        cache[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, written)
 
 
 class SequenceAttention:
     """The plain path: gathers one sequence's blocks, attends, goes on to the next."""
 
     name = "reference"
+    kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8")
 
     def attend(
         self,
@@ -74,6 +80,7 @@ class BatchedAttention:
     """
 
     name = "batched"
+    kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8")
 
     def __init__(self) -> None:
         self._schedule: _Schedule | None = None
@@ -119,7 +126,11 @@ def _attend_one(q_QND: Tensor, kv: PagedKV, layer: int, blocks_M: Tensor, length
 
 def _gather(kv: PagedKV, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of the blocks, in order, as [blocks · S, G, D]."""
-    keys, values = (cache[layer].index_select(0, blocks).flatten(0, 1) for cache in (kv.keys, kv.values))
+    keys, values, *exponents = (cache[layer].index_select(0, blocks).flatten(0, 1) for cache in kv.layered)
+    if kv.is_quantised:
+        key_exponents, value_exponents = exponents
+        keys = dequantise(keys.view(torch.float8_e4m3fn), key_exponents)
+        values = dequantise(values.view(torch.float8_e4m3fn), value_exponents)
     return keys.to(dtype), values.to(dtype)
 
 

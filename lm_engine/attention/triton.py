@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lm_engine.attention.reference import write_kv
 from lm_engine.layers.kernels import HeadShape, QKNorm
-from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.model import AttentionMetadata, KVDtype, PagedKV
 from lm_engine.triton.jit.attention import decode_attention, mixed_attention
 from lm_engine.triton.jit.elementwise import rope_heads
-from lm_engine.triton.launch import dot_precision, interpreted, launch_options, next_power
+from lm_engine.triton.launch import dot_precision, has_fp8, interpreted, launch, launch_options, next_power
 
 _LOG2_E = math.log2(math.e)
 _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
@@ -31,6 +32,7 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:
+        self.kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8") if has_fp8(device) else ("auto",)
         self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
 
     def attend(
@@ -42,8 +44,7 @@ class TritonAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        kv.keys[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, k_TGD.to(kv.keys.dtype))
-        kv.values[layer].flatten(0, 1).index_copy_(0, metadata.slot_mapping, v_TGD.to(kv.values.dtype))
+        write_kv(k_TGD, v_TGD, kv, layer, metadata)
         num_heads, head_dim = q_TND.shape[1:]
         heads = HeadShape(num_heads, kv.keys.shape[3], head_dim)
         return self._attend_mixed(q_TND.contiguous().flatten(1), heads, kv, layer, metadata).view(q_TND.shape)
@@ -86,10 +87,13 @@ class TritonAttention:
         if metadata.padded:
             out_TX.zero_()
         grid = (num_tokens // block_q + num_sequences, heads.num_kv_heads)
-        mixed_attention[grid](
+        launch(
+            mixed_attention,
+            grid,
             q_TX,
             kv.keys[layer],
             kv.values[layer],
+            *_exponents(kv, layer),
             metadata.block_tables,
             metadata.query_starts,
             metadata.sequence_lengths,
@@ -106,6 +110,7 @@ class TritonAttention:
             BLOCK_Q=block_q,
             BLOCK_L=64 if block_d <= 128 else 32,
             BLOCK_SIZE=kv.block_size,
+            QUANTISED=kv.is_quantised,
             PRECISION=dot_precision(q_TX.dtype),
             num_warps=8 if block_q * block_h >= 128 else 4,
             num_stages=2,
@@ -139,7 +144,9 @@ class TritonAttention:
         sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_RX.device)
         stats = torch.empty(*parts, 2, dtype=torch.float32, device=qkv_RX.device)
         out_RX = qkv_RX.new_empty(num_rows, heads.num_heads * head_dim)
-        decode_attention[(num_rows, num_groups, num_splits)](
+        launch(
+            decode_attention,
+            (num_rows, num_groups, num_splits),
             qkv_RX,
             cos_RP,
             sin_RP,
@@ -147,6 +154,7 @@ class TritonAttention:
             None if norm is None else norm.key_weight_D,
             kv.keys[layer],
             kv.values[layer],
+            *_exponents(kv, layer),
             metadata.block_tables,
             metadata.sequence_lengths,
             metadata.slot_mapping,
@@ -169,6 +177,7 @@ class TritonAttention:
             NUM_SPLITS=num_splits,
             CHUNK_S=max(1, 64 // (part_h * max(head_dim // 128, 1))),
             NORM=norm is not None,
+            QUANTISED=kv.is_quantised,
             PRECISION=dot_precision(qkv_RX.dtype),
             num_warps=tile.num_warps,
             num_stages=2,
@@ -199,6 +208,12 @@ def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
     return DecodeTile(keys, min(wanted, next_power(longest), _MAX_SPLITS), num_warps)
 
 
+def _exponents(kv: PagedKV | None, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    if kv is None or kv.key_exponents is None or kv.value_exponents is None:
+        return None, None
+    return kv.key_exponents[layer], kv.value_exponents[layer]
+
+
 def _rope_heads(
     qkv_TX: Tensor,
     heads: HeadShape,
@@ -217,7 +232,9 @@ def _rope_heads(
     assert cos_TP.is_contiguous()
     assert sin_TP.is_contiguous()
     assert (kv is None) == (metadata is None)
-    rope_heads[(num_tokens,)](
+    launch(
+        rope_heads,
+        (num_tokens,),
         qkv_TX,
         cos_TP,
         sin_TP,
@@ -225,6 +242,7 @@ def _rope_heads(
         None if norm is None else norm.key_weight_D,
         None if kv is None else kv.keys[layer],
         None if kv is None else kv.values[layer],
+        *_exponents(kv, layer),
         None if metadata is None else metadata.slot_mapping,
         0.0 if norm is None else norm.eps,
         N=heads.num_heads,
@@ -234,5 +252,6 @@ def _rope_heads(
         BLOCK_P=next_power(half),
         NORM=norm is not None,
         WRITE=kv is not None,
+        QUANTISED=kv is not None and kv.is_quantised,
         **launch_options(qkv_TX.device),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.model import AttentionMetadata, KVDtype, PagedKV
 from lm_engine.native.library import MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD, CAttention, check, dtype_code
 
 
@@ -20,6 +20,7 @@ class NativeAttention:
     whole, batched or alone, it is the same to the bit. For one thread at a time, as a model is."""
 
     name = "native"
+    kv_dtypes: tuple[KVDtype, ...] = ("auto",)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.attend

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from lm_engine.attention.quantised import quantise
 from lm_engine.attention.reference import MAX_PADDED_QUERIES, BatchedAttention, SequenceAttention
 from lm_engine.model import AttentionMetadata, PagedKV
 
@@ -51,8 +52,8 @@ class Case:
             host_sequence_lengths=tuple(totals),
         )
 
-    def attend(self, backend):
-        kv = PagedKV(self.kv.keys.clone(), self.kv.values.clone())
+    def attend(self, backend, *, quantised=False):
+        kv = quantise_cache(self.kv) if quantised else PagedKV(self.kv.keys.clone(), self.kv.values.clone())
         return backend.attend(self.q_TND, self.k_TGD, self.v_TGD, kv, 1, self.metadata), kv
 
     def dense(self):
@@ -74,6 +75,12 @@ class Case:
                     out[i, head] = scores.softmax(0) @ values[:seen, group]
             outputs.append(out)
         return torch.cat(outputs)
+
+
+def quantise_cache(kv):
+    """The same cache in e4m3."""
+    (keys, key_exponents), (values, value_exponents) = quantise(kv.keys), quantise(kv.values)
+    return PagedKV(keys, values, None, key_exponents, value_exponents)
 
 
 LONG = MAX_PADDED_QUERIES + 7

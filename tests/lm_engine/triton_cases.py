@@ -12,6 +12,7 @@ import torch
 
 from contracts.errors import EngineError
 from contracts.params import SamplingParams
+from lm_engine.attention.quantised import dequantise
 from lm_engine.attention.reference import SequenceAttention
 from lm_engine.attention.triton import TritonAttention, choose_tile
 from lm_engine.decoder import Decoder
@@ -31,7 +32,7 @@ from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 from tests.lm_engine.stepping import Host, greedy
-from tests.lm_engine.test_attention import MIXES, Case
+from tests.lm_engine.test_attention import MIXES, Case, quantise_cache
 
 torch.set_num_threads(1)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -246,6 +247,76 @@ def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, group
         assert_near(kv.keys, expected_kv.keys, dtype)
         assert torch.equal(kv.values, expected_kv.values)
     assert not ours._arrivals.any()
+
+
+HAS_FP8 = DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that reads e4m3")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode"])
+@pytest.mark.parametrize(("heads", "groups", "head_dim", "with_norm"), [(6, 2, 16, True), (3, 1, 24, False)])
+def test_a_quantised_cache_is_written_and_read(dtype, mix, heads, groups, head_dim, with_norm):
+    """Against attention in float64 over what the plain path stores; and no further from unquantised attention
+    than that."""
+    case = on_device(
+        Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
+    )
+    case.kv.keys[0], case.kv.values[0] = 0, 0
+    shape = HeadShape(heads, groups, head_dim)
+    num_tokens = len(case.q_TND)
+    qkv, angles = normal(num_tokens, shape.width, dtype=dtype), normal(num_tokens, head_dim // 2, seed=3)
+    weights = [normal(head_dim, seed=seed, dtype=dtype) for seed in (4, 5)]
+    norm = QKNorm(*weights, 1e-6) if with_norm else None
+    plain, ours = ReferenceKernels(), TritonAttention(DEVICE)
+    assert "fp8" in ours.kv_dtypes
+    turned = plain.split_rope(qkv.clone(), shape, angles.cos(), angles.sin(), norm)
+    case.q_TND, case.k_TGD, case.v_TGD = turned
+    exact = case.dense().flatten(1)
+    kv = quantise_cache(case.kv)
+    rows = (qkv.clone(), shape, angles.cos(), angles.sin(), norm)
+    found = ours.rotate_and_attend(*rows, kv, 1, case.metadata)
+    _, expected_kv = case.attend(SequenceAttention(), quantised=True)
+    assert torch.equal(kv.value_exponents, expected_kv.value_exponents)
+    assert torch.equal(kv.values.view(torch.uint8), expected_kv.values.view(torch.uint8))
+    # A rotation that rounds the other way may choose the next value, or the next power of two.
+    ours_k, plain_k = (dequantise(c.keys, c.key_exponents) for c in (kv, expected_kv))
+    assert (ours_k != plain_k).float().mean() < (0.001 if dtype is torch.float32 else 0.05)
+    assert ((ours_k - plain_k).abs() <= plain_k.abs() / 7 + 1e-3).all()
+    case.kv, case.q_TND = kv, case.q_TND.double()
+    stored = PagedKV(ours_k.double(), dequantise(kv.values, kv.value_exponents).double())
+    slots = case.metadata.slot_mapping
+    new = [cache[1].flatten(0, 1)[slots] for cache in (stored.keys, stored.values)]
+    expected = SequenceAttention().attend(case.q_TND, *new, stored, 1, case.metadata).flatten(1)
+    assert_near(found, expected, dtype)
+    error = (found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 0.06
+    assert not ours._arrivals.any()
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that reads e4m3")
+def test_a_decode_attends_to_its_own_key_as_it_is_stored():
+    """So that computing the token again, in a chunk that reads it from the cache, gives the same."""
+    shape = HeadShape(4, 2, 16)
+    one = on_device(Case([(20, 1)], block_size=16, heads=4, groups=2, head_dim=16))
+    qkv, angles = normal(2, shape.width, seed=2), normal(2, 8, seed=3)
+    attention, first = TritonAttention(DEVICE), quantise_cache(one.kv)
+    table = {"query_starts": torch.tensor([0, 2], dtype=torch.int32, device=DEVICE), "max_query_length": 2}
+    length = torch.tensor([21], dtype=torch.int32, device=DEVICE)
+    last = one.metadata.slot_mapping
+    before = one.metadata.block_tables[0, 19 // 16].long() * 16 + 19 % 16
+    chunk = dataclasses.replace(
+        one.metadata,
+        **table,
+        sequence_lengths=length,
+        slot_mapping=torch.cat([before[None], last]),
+        host_query_starts=(0, 2),
+    )
+    whole = attention.rotate_and_attend(qkv.clone(), shape, angles.cos(), angles.sin(), None, first, 1, chunk)
+    alone = attention.rotate_and_attend(
+        qkv[1:].clone(), shape, angles[1:].cos(), angles[1:].sin(), None, first, 1, one.metadata
+    )
+    assert_near(alone, whole[1:].double(), torch.float32)
 
 
 def test_decodes_are_split_where_programs_are_few():

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from lm_engine.triton.jit.order import after_predecessors
+from lm_engine.triton.jit.quantised import head_exponent, load_powers, quantise
 
 
 @triton.jit
@@ -25,9 +26,9 @@ def _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q: tl.constex
 
 
 @triton.jit
-def _places(table_ptr, index_L, inside_L, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _slots(table_ptr, index_L, inside_L, BLOCK_SIZE: tl.constexpr):
     block_L = tl.load(table_ptr + index_L // BLOCK_SIZE, mask=inside_L, other=0).to(tl.int64)
-    return (block_L * BLOCK_SIZE + index_L % BLOCK_SIZE) * WIDTH
+    return block_L * BLOCK_SIZE + index_L % BLOCK_SIZE
 
 
 @triton.jit
@@ -35,6 +36,8 @@ def mixed_attention(
     q_ptr,
     keys_ptr,
     values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
     tables_ptr,
     query_starts_ptr,
     lengths_ptr,
@@ -51,6 +54,7 @@ def mixed_attention(
     BLOCK_Q: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,13 +87,16 @@ def mixed_attention(
     for start in tl.range(0, end, BLOCK_L):
         index_L = start + tl.arange(0, BLOCK_L)
         inside_L = index_L < end
-        places_L = _places(table_ptr, index_L, inside_L, BLOCK_SIZE, G * D) + group * D
+        heads_L = _slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
+        places_L = heads_L * D
         inside_LD = inside_L[:, None] & inside_D[None, :]
         k_LD = tl.load(keys_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
         v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
         k_LD = k_LD.to(q_MD.dtype)
         v_LD = v_LD.to(q_MD.dtype)
         scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
+        if QUANTISED:
+            scores_ML *= load_powers(key_exponents_ptr + heads_L, inside_L)[None, :]
         visible_ML = index_L[None, :] <= (context + query_M)[:, None]
         scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
         # A row sees key 0 in the first tile, so its best is finite from then on.
@@ -98,6 +105,8 @@ def mixed_attention(
         shrink_M = tl.exp2(best_M - new_best_M)
         mass_M = mass_M * shrink_M + tl.sum(weights_ML, axis=1)
         sum_MD = sum_MD * shrink_M[:, None]
+        if QUANTISED:
+            weights_ML *= load_powers(value_exponents_ptr + heads_L, inside_L)[None, :]
         sum_MD = tl.dot(weights_ML.to(q_MD.dtype), v_LD, sum_MD, input_precision=PRECISION)
         best_M = new_best_M
     out_MD = (sum_MD / mass_M[:, None]).to(out_ptr.dtype.element_ty)
@@ -137,6 +146,8 @@ def _turn(
 def _load_tile(
     keys_ptr,
     values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
     table_ptr,
     group,
     start,
@@ -147,13 +158,16 @@ def _load_tile(
     BLOCK_P: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Keys `start` to `end`, as halves, and their values; zeros beyond."""
+    """Keys `start` to `end`, as halves, and their values; zeros beyond. And what both are to be multiplied
+    by, if QUANTISED."""
     P: tl.constexpr = D // 2
     index_L = start + tl.arange(0, BLOCK_L)
     inside_L = index_L < end
-    places_L = _places(table_ptr, index_L, inside_L, BLOCK_SIZE, G * D) + group * D
+    heads_L = _slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
+    places_L = heads_L * D
     pairs_P = tl.arange(0, BLOCK_P)
     dims_D = tl.arange(0, BLOCK_D)
     inside_LP = inside_L[:, None] & (pairs_P < P)[None, :]
@@ -162,21 +176,43 @@ def _load_tile(
     key_b_LP = tl.load(halves_LP + P, mask=inside_LP, other=0.0).to(DTYPE)
     inside_LD = inside_L[:, None] & (dims_D < D)[None, :]
     v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0).to(DTYPE)
-    return key_a_LP, key_b_LP, v_LD, inside_L
+    key_power_L = tl.full([BLOCK_L], 1.0, tl.float32)
+    value_power_L = key_power_L
+    if QUANTISED:
+        key_power_L = load_powers(key_exponents_ptr + heads_L, inside_L)
+        value_power_L = load_powers(value_exponents_ptr + heads_L, inside_L)
+    return key_a_LP, key_b_LP, v_LD, key_power_L, value_power_L, inside_L
 
 
 @triton.jit
 def _attend_tile(
-    a_HP, b_HP, key_a_LP, key_b_LP, v_LD, inside_L, best_H, mass_H, sum_HD, scale, PRECISION: tl.constexpr
+    a_HP,
+    b_HP,
+    key_a_LP,
+    key_b_LP,
+    v_LD,
+    key_power_L,
+    value_power_L,
+    inside_L,
+    best_H,
+    mass_H,
+    sum_HD,
+    scale,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     scores_HL = tl.dot(a_HP, tl.trans(key_a_LP), input_precision=PRECISION)
     scores_HL = tl.dot(b_HP, tl.trans(key_b_LP), scores_HL, input_precision=PRECISION) * scale
+    if QUANTISED:
+        scores_HL *= key_power_L[None, :]
     scores_HL = tl.where(inside_L[None, :], scores_HL, -float("inf"))
     new_best_H = tl.maximum(best_H, tl.max(scores_HL, axis=1))
     weights_HL = tl.exp2(scores_HL - new_best_H[:, None])
     shrink_H = tl.exp2(best_H - new_best_H)
     mass_H = mass_H * shrink_H + tl.sum(weights_HL, axis=1)
     sum_HD = sum_HD * shrink_H[:, None]
+    if QUANTISED:
+        weights_HL *= value_power_L[None, :]
     sum_HD = tl.dot(weights_HL.to(v_LD.dtype), v_LD, sum_HD, input_precision=PRECISION)
     return new_best_H, mass_H, sum_HD
 
@@ -190,6 +226,8 @@ def decode_attention(
     key_norm_ptr,
     keys_ptr,
     values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
     tables_ptr,
     lengths_ptr,
     slot_mapping_ptr,
@@ -212,6 +250,7 @@ def decode_attention(
     NUM_SPLITS: tl.constexpr,
     CHUNK_S: tl.constexpr,
     NORM: tl.constexpr,
+    QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -239,8 +278,23 @@ def decode_attention(
     pairs_1P = tl.arange(0, BLOCK_P)[None, :]
     dims_D = tl.arange(0, BLOCK_D)
     # The first tile of older keys is under way before the query is known.
-    key_a_LP, key_b_LP, v_LD, inside_L = _load_tile(
-        keys_ptr, values_ptr, table_ptr, group, first, end, G, D, BLOCK_D, BLOCK_P, BLOCK_L, BLOCK_SIZE, DTYPE
+    key_a_LP, key_b_LP, v_LD, key_power_L, value_power_L, inside_L = _load_tile(
+        keys_ptr,
+        values_ptr,
+        key_exponents_ptr,
+        value_exponents_ptr,
+        table_ptr,
+        group,
+        first,
+        end,
+        G,
+        D,
+        BLOCK_D,
+        BLOCK_P,
+        BLOCK_L,
+        BLOCK_SIZE,
+        QUANTISED,
+        DTYPE,
     )
     after_predecessors(PDL)
 
@@ -262,10 +316,24 @@ def decode_attention(
             key_a_1P, key_b_1P, cos_1P, sin_1P, key_norm_ptr, pairs_1P, eps, DTYPE, P, NORM
         )
         value_D = tl.load(key_ptr + G * D + dims_D, mask=dims_D < D, other=0.0)
-        place = tl.load(slot_mapping_ptr + row) * (G * D) + group * D
-        tl.store(keys_ptr + place + pairs_1P, key_a_1P, mask=pairs_1P < P)
-        tl.store(keys_ptr + place + P + pairs_1P, key_b_1P, mask=pairs_1P < P)
-        tl.store(values_ptr + place + dims_D, value_D, mask=dims_D < D)
+        head = tl.load(slot_mapping_ptr + row) * G + group
+        place = head * D
+        if QUANTISED:  # what is attended is what is stored: a replay reads it from the cache
+            key_most_1P = tl.maximum(tl.abs(key_a_1P.to(tl.float32)), tl.abs(key_b_1P.to(tl.float32)))
+            key_exponent = head_exponent(tl.max(tl.max(key_most_1P, axis=1), axis=0))
+            value_exponent = head_exponent(tl.max(tl.abs(value_D.to(tl.float32)), axis=0))
+            tl.store(key_exponents_ptr + head, key_exponent.to(tl.int8))
+            tl.store(value_exponents_ptr + head, value_exponent.to(tl.int8))
+            key_a_1P, stored_a_1P = quantise(key_a_1P, key_exponent)
+            key_b_1P, stored_b_1P = quantise(key_b_1P, key_exponent)
+            value_D, stored_D = quantise(value_D, value_exponent)
+        else:
+            stored_a_1P = key_a_1P
+            stored_b_1P = key_b_1P
+            stored_D = value_D
+        tl.store(keys_ptr + place + pairs_1P, stored_a_1P, mask=pairs_1P < P)
+        tl.store(keys_ptr + place + P + pairs_1P, stored_b_1P, mask=pairs_1P < P)
+        tl.store(values_ptr + place + dims_D, stored_D, mask=dims_D < D)
         products_HP = a_HP.to(tl.float32) * key_a_1P.to(tl.float32)
         products_HP += b_HP.to(tl.float32) * key_b_1P.to(tl.float32)
         best_H = tl.sum(products_HP, axis=1) * scale
@@ -274,12 +342,27 @@ def decode_attention(
 
     if first < end:
         best_H, mass_H, sum_HD = _attend_tile(
-            a_HP, b_HP, key_a_LP, key_b_LP, v_LD, inside_L, best_H, mass_H, sum_HD, scale, PRECISION
+            a_HP,
+            b_HP,
+            key_a_LP,
+            key_b_LP,
+            v_LD,
+            key_power_L,
+            value_power_L,
+            inside_L,
+            best_H,
+            mass_H,
+            sum_HD,
+            scale,
+            QUANTISED,
+            PRECISION,
         )
     for start in tl.range(first + BLOCK_L, end, BLOCK_L):
-        key_a_LP, key_b_LP, v_LD, inside_L = _load_tile(
+        key_a_LP, key_b_LP, v_LD, key_power_L, value_power_L, inside_L = _load_tile(
             keys_ptr,
             values_ptr,
+            key_exponents_ptr,
+            value_exponents_ptr,
             table_ptr,
             group,
             start,
@@ -290,10 +373,24 @@ def decode_attention(
             BLOCK_P,
             BLOCK_L,
             BLOCK_SIZE,
+            QUANTISED,
             DTYPE,
         )
         best_H, mass_H, sum_HD = _attend_tile(
-            a_HP, b_HP, key_a_LP, key_b_LP, v_LD, inside_L, best_H, mass_H, sum_HD, scale, PRECISION
+            a_HP,
+            b_HP,
+            key_a_LP,
+            key_b_LP,
+            v_LD,
+            key_power_L,
+            value_power_L,
+            inside_L,
+            best_H,
+            mass_H,
+            sum_HD,
+            scale,
+            QUANTISED,
+            PRECISION,
         )
 
     out_ptr += row.to(tl.int64) * (G * H * D) + group * H * D

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from lm_engine.triton.jit.order import after_predecessors
+from lm_engine.triton.jit.quantised import head_exponent, quantise
 
 
 @triton.jit
@@ -60,6 +61,8 @@ def rope_heads(
     key_norm_ptr,
     keys_ptr,
     values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
     slot_mapping_ptr,
     eps,
     N: tl.constexpr,
@@ -69,9 +72,11 @@ def rope_heads(
     BLOCK_P: tl.constexpr,
     NORM: tl.constexpr,
     WRITE: tl.constexpr,
+    QUANTISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token a program, in place. WRITE: keys and values go to their places in the cache as well."""
+    """A token a program, in place. WRITE: keys and values go to their places in the cache as well, in e4m3 if
+    QUANTISED."""
     P: tl.constexpr = D // 2
     after_predecessors(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -102,15 +107,26 @@ def rope_heads(
     turned_a_XP = turned_a_XP.to(qkv_ptr.dtype.element_ty)
     turned_b_XP = turned_b_XP.to(qkv_ptr.dtype.element_ty)
     if WRITE:
-        slot = tl.load(slot_mapping_ptr + token) * (G * D)
-        key_XP = inside_XP & (heads_X1 >= N) & rotates_X1
-        keys_XP = keys_ptr + slot + (heads_X1 - N) * D + pairs_1P
-        tl.store(keys_XP, turned_a_XP, mask=key_XP)
-        tl.store(keys_XP + P, turned_b_XP, mask=key_XP)
-        value_XP = inside_XP & (heads_X1 >= N + G)
-        values_XP = values_ptr + slot + (heads_X1 - N - G) * D + pairs_1P
-        tl.store(values_XP, turned_a_XP, mask=value_XP)
-        tl.store(values_XP + P, turned_b_XP, mask=value_XP)
+        head = tl.load(slot_mapping_ptr + token) * G
+        is_key_X1 = (heads_X1 >= N) & rotates_X1
+        is_value_X1 = (heads_X1 >= N + G) & (heads_X1 < N + 2 * G)
+        stored_a_XP = turned_a_XP
+        stored_b_XP = turned_b_XP
+        if QUANTISED:
+            most_XP = tl.maximum(tl.abs(turned_a_XP.to(tl.float32)), tl.abs(turned_b_XP.to(tl.float32)))
+            exponent_X1 = head_exponent(tl.max(most_XP, axis=1))[:, None]
+            tl.store(key_exponents_ptr + head + heads_X1 - N, exponent_X1.to(tl.int8), mask=is_key_X1)
+            tl.store(value_exponents_ptr + head + heads_X1 - N - G, exponent_X1.to(tl.int8), mask=is_value_X1)
+            _, stored_a_XP = quantise(turned_a_XP, exponent_X1)
+            _, stored_b_XP = quantise(turned_b_XP, exponent_X1)
+        key_XP = inside_XP & is_key_X1
+        keys_XP = keys_ptr + (head + heads_X1 - N) * D + pairs_1P
+        tl.store(keys_XP, stored_a_XP, mask=key_XP)
+        tl.store(keys_XP + P, stored_b_XP, mask=key_XP)
+        value_XP = inside_XP & is_value_X1
+        values_XP = values_ptr + (head + heads_X1 - N - G) * D + pairs_1P
+        tl.store(values_XP, stored_a_XP, mask=value_XP)
+        tl.store(values_XP + P, stored_b_XP, mask=value_XP)
     rotated_XP = inside_XP & rotates_X1
     tl.store(places_XP, turned_a_XP, mask=rotated_XP)
     tl.store(places_XP + P, turned_b_XP, mask=rotated_XP)
