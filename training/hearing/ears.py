@@ -55,7 +55,7 @@ def letter_logits(ears: NanoEars, mel_BMF: Tensor, frames_B: Tensor) -> Tensor:
     with torch.no_grad():
         x = functional.gelu(ears.conv1(mel_BMF)) * inside[:, None]
         x_BRW = functional.gelu(ears.conv2(x)).transpose(1, 2)
-        x_BRW = x_BRW + sinusoids(x_BRW.shape[1], x_BRW.shape[2], x_BRW.device).to(x_BRW.dtype)
+        x_BRW = x_BRW.float() + sinusoids(x_BRW.shape[1], x_BRW.shape[2], x_BRW.device)
     rows_B = num_rows(frames_B)
     heard = torch.arange(x_BRW.shape[1], device=mel_BMF.device) < rows_B[:, None]
     mask = heard[:, None, None, :].expand(-1, 1, x_BRW.shape[1], -1)

@@ -13,6 +13,7 @@ from preprocess.mel import FLOOR, RANGE, mel_filters
 
 SAMPLING_RATE, N_FFT, HOP, NUM_MELS = 16_000, 400, 160, 80
 ROOM_S = 0.4  # of echoes
+GRID = 8000  # lengths of transforms: of small prime factors
 BENDS = 8  # of a microphone's response
 
 
@@ -40,14 +41,14 @@ def disturb(sound_BS: Tensor, lengths_B: Tensor) -> Tensor:
     """Echoes, a microphone's response, noise; some are left as they are."""
     count, samples = sound_BS.shape
     device = sound_BS.device
-    size = samples + int(ROOM_S * SAMPLING_RATE)
+    size = -(-(samples + int(ROOM_S * SAMPLING_RATE)) // GRID) * GRID
     spectrum_BK = torch.fft.rfft(sound_BS, size) * torch.fft.rfft(_rooms(count, device), size)
     spectrum_BK = spectrum_BK * _responses(count, spectrum_BK.shape[1], device)
     heard_BS = torch.fft.irfft(spectrum_BK, size)[:, :samples]
     inside = torch.arange(samples, device=device) < lengths_B[:, None]
     loud_B1 = (heard_BS.square() * inside).sum(1, keepdim=True).div(lengths_B[:, None]).sqrt()
     noise_db = 8 + 40 * torch.rand(count, 1, device=device)
-    heard_BS = heard_BS + _noises(count, samples, device) * loud_B1 * 10 ** (-noise_db / 20)
+    heard_BS = heard_BS + _noises(count, size, device)[:, :samples] * loud_B1 * 10 ** (-noise_db / 20)
     plain = torch.rand(count, 1, device=device) < 0.15
     return torch.where(plain, sound_BS, heard_BS) * inside
 
