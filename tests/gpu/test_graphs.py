@@ -42,9 +42,9 @@ def decoder(request):
     return Decoder(config, RandomSource(device=device), select_kernels("triton", device, torch.float32))
 
 
-def generate(decoder, kinds, *, graphs, num_steps=40):
+def generate(decoder, kinds, *, graphs, num_steps=40, kv_dtype="auto"):
     """Every sequence's tokens and log-probabilities; all steps are submitted ahead of all results."""
-    with Host(decoder, block_size=16, max_length=160, cuda_graphs=graphs) as host:
+    with Host(decoder, block_size=16, max_length=160, cuda_graphs=graphs, kv_dtype=kv_dtype) as host:
         counts = []
         for slot, kind in enumerate(kinds):
             tokens = np.random.default_rng(slot).integers(0, 97, 5 + 13 * slot).tolist()
@@ -72,6 +72,15 @@ def test_a_graph_draws_what_the_kernels_draw(decoder, kinds):
     found, found_logprobs = generate(decoder, kinds, graphs=True)
     assert found == expected
     np.testing.assert_allclose(found_logprobs, expected_logprobs, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3"
+)
+def test_a_graph_draws_the_same_from_a_quantised_cache(decoder):
+    expected, _ = generate(decoder, PLAIN, graphs=False, kv_dtype="fp8")
+    found, _ = generate(decoder, PLAIN, graphs=True, kv_dtype="fp8")
+    assert found == expected
 
 
 def test_all_graphs_are_captured_ahead(decoder):

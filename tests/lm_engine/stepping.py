@@ -72,10 +72,11 @@ class Host:
         max_sequences=8,
         max_length=128,
         cuda_graphs=True,
+        kv_dtype="auto",
     ) -> None:
         config = decoder.config
         self.model = Recorder(decoder)
-        self.kv = allocate_kv(config, num_blocks, block_size, decoder.dtype, decoder.device)
+        self.kv = allocate_kv(config, num_blocks, block_size, decoder.dtype, decoder.device, kv_dtype)
         self.runner = Runner(
             self.model,
             attention or decoder.attention,
