@@ -157,6 +157,7 @@ class ScribeService(ScriptedService):
                 if self._error is not None:
                     raise self._error
                 if self._hold:
+                    await self._notify()
                     await self.release.wait()
             outcome = "completed"
         finally:

@@ -135,18 +135,18 @@ def test_no_message_holds_any_of_the_payload() -> None:
 def test_large_payloads_are_decoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         loop_thread, threads = threading.get_ident(), []
-        decode, release = fetch_module.decode_data_url, threading.Event()
+        decode, started, release = fetch_module.decode_data_url, threading.Event(), threading.Event()
 
         def recording(url: str, max_bytes: int) -> bytearray:
             threads.append(threading.get_ident())
             if threads[-1] != loop_thread:
-                assert release.wait(20)
+                started.set()
+                assert release.wait(60)
             return decode(url, max_bytes)
 
         monkeypatch.setattr(fetch_module, "decode_data_url", recording)
         large = asyncio.create_task(fetch(data_url(b"x" * (1 << 20))))
-        while not threads:
-            await asyncio.sleep(0)
+        assert await asyncio.to_thread(started.wait, 60)
         assert await fetch(data_url(PNG)) == PNG  # the loop goes on while the large one is stuck
         release.set()
         assert len(await large) == 1 << 20
