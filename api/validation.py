@@ -219,6 +219,11 @@ def _refuse_response_format(kind: str) -> None:
     raise invalid("response_format.type", "must be 'text', 'json_object' or 'json_schema'")
 
 
+def max_tokens_param(request: ChatRequest) -> str:
+    """The one that counts, see `_max_tokens`."""
+    return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+
+
 def _max_tokens(request: ChatRequest | CompletionRequest) -> int:
     """Chat: `max_completion_tokens` wins over the older `max_tokens`; without both the context limits."""
     if isinstance(request, CompletionRequest):

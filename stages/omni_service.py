@@ -24,7 +24,7 @@ from preprocess.service import Preprocessor
 from stages.coordinator import Coordinator
 from stages.deployment import Deployment
 from stages.media_claims import ClaimRegistry, MediaClaim
-from stages.prompting import PromptDesk, media_tokens
+from stages.prompting import PromptDesk, media_tokens, naming_the_prompt
 from stages.recording import Recording
 from stages.routing import PrefixRouter
 from stages.service import (
@@ -146,7 +146,7 @@ class OmniService:
                 param="model",
                 code="unsupported_model",
             )
-        with self._speech.admitted(request.speech, request.sampling):
+        with naming_the_prompt(request), self._speech.admitted(request.speech, request.sampling):
             claims = await self._resolve(request.input)
             with _released_on_error(claims):
                 message = await self._message(request_id, request, claims)
@@ -174,7 +174,7 @@ class OmniService:
         return Generate(
             request_id=request_id,
             prompt=prompt,
-            sampling=self._prompts.complete(prompt, request.sampling, forced),
+            sampling=self._prompts.complete(prompt, request, forced),
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=request.cache_salt,

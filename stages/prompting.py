@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+from collections.abc import Iterator
 
 import msgspec
 
@@ -12,7 +14,7 @@ from contracts.errors import BadRequest, ContextLengthExceeded
 from contracts.media import MediaItem, Prompt
 from contracts.params import SamplingParams
 from model_families.family import Family
-from stages.service import UNLIMITED, SpeechOptions
+from stages.service import UNLIMITED, GenerationRequest, SpeechOptions
 
 # Longer conversations are tokenised off the event loop.
 INLINE_TOKENIZE_CHARS = 20_000
@@ -55,23 +57,23 @@ class PromptDesk:
         return tuple(self._tokenizer.encode(speech.verbatim, add_special_tokens=False, parse_special=False))
 
     def complete(
-        self, prompt: Prompt, sampling: SamplingParams, forced: tuple[int, ...] | None
+        self, prompt: Prompt, request: GenerationRequest, forced: tuple[int, ...] | None
     ) -> SamplingParams:
         """Clips an unlimited `max_tokens` to the context and draws a seed where none is given. A forced
-        answer
-        takes what it takes."""
-        num_prompt = len(prompt.token_ids)
+        answer takes what it takes."""
+        sampling, num_prompt = request.sampling, len(prompt.token_ids)
         room = self._context_length - num_prompt
         max_tokens = max(room, 0) if sampling.max_tokens >= UNLIMITED else sampling.max_tokens
         if forced is not None:
             max_tokens = len(forced)
         if max_tokens < 1 or max_tokens > room:
             media = prompt.num_media_tokens
+            fits = f"; at most {room} of output fit" if room > 0 and forced is None else ""
             raise ContextLengthExceeded(
                 f"this model's context is {self._context_length} tokens; the request needs"
                 f" {num_prompt + max(max_tokens, 1)}: {num_prompt - media} of text, {media} of media,"
-                f" {max(max_tokens, 1)} of output",
-                param="messages",
+                f" {max(max_tokens, 1)} of output{fits}",
+                param=request.max_tokens_param if fits else prompt_param(request),
             )
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         min_tokens = min(sampling.min_tokens, max_tokens)
@@ -96,6 +98,24 @@ class PromptDesk:
                 raise BadRequest(
                     f"token id {token_id} is not in the vocabulary of {vocab_size}", param="prompt"
                 )
+
+
+def prompt_param(request: GenerationRequest) -> str:
+    """What the client calls its prompt."""
+    if request.speech is not None and request.speech.verbatim is not None:
+        return "input"
+    return "messages" if isinstance(request.input, Conversation) else "prompt"
+
+
+@contextlib.contextmanager
+def naming_the_prompt(request: GenerationRequest) -> Iterator[None]:
+    """Below here the prompt is "messages" or "prompt", whatever the client has sent it as."""
+    try:
+        yield
+    except BadRequest as error:
+        if error.param in ("messages", "prompt"):
+            error.param = prompt_param(request)
+        raise
 
 
 def media_tokens(prompt: Prompt) -> dict[str, int]:

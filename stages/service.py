@@ -51,7 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`input`: a conversation (chat), or plain text or token ids (completions).
 
     `sampling.max_tokens` None-like: the API passes `UNLIMITED` and the service clips it to what the context
-    leaves.
+    leaves. `max_tokens_param`: what the client called it.
     """
 
     input: Conversation | str | tuple[int, ...]
@@ -61,6 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     timeout_s: float | None = None
     speech: SpeechOptions | None = None
+    max_tokens_param: str = "max_tokens"
 
 
 UNLIMITED = 1 << 30

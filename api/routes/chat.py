@@ -27,7 +27,7 @@ from api.routes import spoken_chat
 from api.routes.base import Api, client_left, json_response
 from api.schemas import ABSENT, ChatRequest
 from api.sse import EventStream, EventWriter, event, unless_disconnected
-from api.validation import check_chat, check_model, invalid, sampling_of, text_options_of
+from api.validation import check_chat, check_model, invalid, max_tokens_param, sampling_of, text_options_of
 from api.voices import check_voice
 from contracts.conversation import Conversation, TextPart
 from stages.service import GenerationRequest, ModelCard, SpeechOptions
@@ -75,6 +75,7 @@ def _job(api: Api, body: ChatRequest) -> ChatJob:
             cache_salt=body.cache_salt,
             timeout_s=api.settings.request_timeout_s,
             speech=None if spoken is None else SpeechOptions(voice=spoken.voice),
+            max_tokens_param=max_tokens_param(body),
         ),
         spoken=spoken,
         text=text_options_of(body, sampling),

@@ -107,6 +107,21 @@ def test_refused(path: str, field: str, value: Any) -> None:
     assert not service.flows, "refused before it reached the service"
 
 
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"max_tokens": 9}, "max_tokens"),
+        ({"max_completion_tokens": 9}, "max_completion_tokens"),
+        ({"max_tokens": 9, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({}, "max_tokens"),
+    ],
+)
+def test_the_service_knows_what_the_bound_of_the_output_is_called(fields: dict[str, int], name: str) -> None:
+    service = ScriptedService()
+    assert post(service, CHAT, {**user("hi"), **fields}).status_code == 200
+    assert service.last.request.max_tokens_param == name
+
+
 ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {}, {"max_tokens": UNLIMITED, "temperature": 1.0, "top_k": 0, "n": 1}),
     (COMPLETIONS, {}, {"max_tokens": 16}),
