@@ -15,6 +15,7 @@ import msgspec
 HELP = "/image FILE adds a picture to your next message, /reset forgets the conversation, /quit ends"
 CONNECT_TIMEOUT_S = 10.0
 REFUSALS = (400, 413, 415, 422)
+CLOSED = (401, 403, 503)  # for every question, so there is no use in asking one
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,22 @@ class ChatError(Exception):
         self.refused = refused
 
 
+class ImageError(Exception):
+    """A picture cannot be read; the message names it."""
+
+
+def _reason(error: OSError) -> str:
+    match error:
+        case FileNotFoundError():
+            return "no such file"
+        case IsADirectoryError():
+            return "it is a folder"
+        case PermissionError():
+            return "no permission"
+        case _:
+            return (error.strerror or "it cannot be read").lower()
+
+
 @dataclass
 class Conversation:
     """History as it is sent again with every turn, and pictures waiting for the next message."""
@@ -95,9 +112,12 @@ class Conversation:
         self.pictures = []
 
     def attach(self, file: Path) -> None:
-        """Raises OSError when the file cannot be read."""
+        """Raises ImageError."""
         kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-        data = base64.b64encode(file.read_bytes()).decode()
+        try:
+            data = base64.b64encode(file.read_bytes()).decode()
+        except OSError as error:
+            raise ImageError(f"cannot read image {file}: {_reason(error)}") from None
         self.pictures.append(ImagePart(ImageUrl(f"data:{kind};base64,{data}")))
 
     def ask(self, text: str) -> None:
@@ -108,11 +128,32 @@ class Conversation:
         self.pictures = []
 
 
+def _route(options: ChatOptions, path: str) -> str:
+    return f"{options.url.rstrip('/').removesuffix('/v1')}{path}"
+
+
+def _headers(options: ChatOptions) -> dict[str, str]:
+    return {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+
+
+def _unreachable(options: ChatOptions, error: httpx.HTTPError | httpx.InvalidURL) -> ChatError:
+    return ChatError(f"no answer from {options.url}: {str(error) or 'it takes too long'}")
+
+
+def check_server(client: httpx.Client, options: ChatOptions) -> None:
+    """Raises ChatError where no server is, or one that takes no questions (yet)."""
+    try:
+        response = client.get(_route(options, "/v1/models"), headers=_headers(options))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _unreachable(options, error) from None
+    if response.status_code in CLOSED:
+        raise ChatError(f"{options.url} refuses: {_refusal(response.status_code, response.content)}")
+
+
 def stream_answer(client: httpx.Client, options: ChatOptions, messages: list[ChatMessage]) -> Iterator[str]:
     """Pieces of the answer as they come. Raises ChatError."""
     body = ChatBody(messages, True, options.model, options.max_tokens, options.temperature)
-    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    url = f"{options.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+    headers, url = _headers(options), _route(options, "/v1/chat/completions")
     try:
         with client.stream("POST", url, content=msgspec.json.encode(body), headers=headers) as response:
             if response.status_code != 200:
@@ -127,7 +168,7 @@ def stream_answer(client: httpx.Client, options: ChatOptions, messages: list[Cha
                         raise ChatError(chunk.error.message)
                     yield from (c.delta.content for c in chunk.choices if c.delta.content)
     except httpx.HTTPError as error:
-        raise ChatError(f"no answer from {options.url}: {error or type(error).__name__}") from None
+        raise _unreachable(options, error) from None
     raise ChatError("the server ended the answer before it was complete")
 
 
@@ -137,6 +178,11 @@ def _refusal(status: int, body: bytes) -> str:
     except msgspec.DecodeError:
         error = None
     return f"{error.message} (HTTP {status})" if error else f"HTTP {status}"
+
+
+def _fail(error: Exception) -> int:
+    print(f"omnistage: {error}", file=sys.stderr)
+    return 1
 
 
 def _to_terminal(text: str) -> None:
@@ -155,13 +201,16 @@ def run(
     try:
         for file in options.images:
             conversation.attach(file)
-    except OSError as error:
-        print(f"omnistage: {error}", file=sys.stderr)
-        return 1
-    write(HELP + "\n")
+    except ImageError as error:
+        return _fail(error)
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     outcomes: set[bool] = set()
     with client or httpx.Client(timeout=timeout) as http:
+        try:
+            check_server(http, options)
+        except ChatError as error:
+            return _fail(error)
+        write(HELP + "\n")
         while True:
             try:
                 line = read_line("> ").strip()
@@ -195,7 +244,7 @@ def _turn(
             try:
                 conversation.attach(Path(argument.strip()).expanduser())
                 write(f"{len(conversation.pictures)} picture(s) for the next message\n")
-            except OSError as error:
+            except ImageError as error:
                 write(f"! {error}\n")
         case _ if command.startswith("/"):
             write(f"! there is no {command}; {HELP}\n")

@@ -245,8 +245,10 @@ def _serve(parsed: argparse.Namespace) -> int:
         progress = StartProgress()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(serve(_launched(options, progress), options, settings, progress))
-    except (OmnistageError, DeploymentError, SettingsError, OSError) as error:
+    except (OmnistageError, DeploymentError, SettingsError) as error:
         return _fail(error)
+    except OSError as error:
+        return _fail(error.strerror or error)
     except (asyncio.CancelledError, KeyboardInterrupt):
         return _fail("stopped while loading")
     return 0

@@ -55,10 +55,10 @@ def tools_json(tools: msgspec.Raw) -> str | None:
     except (msgspec.ValidationError, UnicodeDecodeError, RecursionError):
         raise invalid("tools", "must be a list of {type: 'function', function: {name, ...}}") from None
     if len(definitions) > MAX_TOOLS:
-        raise invalid("tools", f"at most {MAX_TOOLS} tools")
+        raise invalid("tools", f"may hold at most {MAX_TOOLS} tools")
     for i, tool in enumerate(definitions):
         if tool.type != "function":
-            raise invalid(f"tools[{i}].type", "only 'function' tools are supported")
+            raise invalid(f"tools[{i}].type", "must be 'function'")
         require_length(f"tools[{i}].function.name", tool.function.name, MAX_NAME_CHARS)
     return text if definitions else None
 
@@ -74,7 +74,7 @@ def _message(message: ChatMessage, path: str, taken: MediaTaken) -> Message:
             raise invalid(f"{path}.tool_call_id", "is required in a tool message")
         require_length(f"{path}.tool_call_id", message.tool_call_id, MAX_NAME_CHARS)
     if message.tool_calls and role != "assistant":
-        raise invalid(f"{path}.tool_calls", "only assistant messages may hold tool calls")
+        raise invalid(f"{path}.tool_calls", "is only allowed in an assistant message")
     return Message(
         role=role,
         parts=_parts(message, role, path, taken),
@@ -88,7 +88,7 @@ def _message(message: ChatMessage, path: str, taken: MediaTaken) -> Message:
 
 def _tool_call(call: ToolCallPart, path: str) -> ToolCall:
     if call.type != "function":
-        raise invalid(f"{path}.type", "only 'function' tool calls are supported")
+        raise invalid(f"{path}.type", "must be 'function'")
     if len(call.id) > MAX_NAME_CHARS:
         raise invalid(f"{path}.id", f"must be at most {MAX_NAME_CHARS} characters")
     require_length(f"{path}.function.name", call.function.name, MAX_NAME_CHARS)
@@ -129,8 +129,8 @@ def _part(part: ContentPart, role: Role, path: str, taken: MediaTaken) -> TextPa
         case None:
             raise invalid(f"{path}.type", "is required")
         case "image":
-            raise invalid(f"{path}.type", "unknown content part type 'image'; send 'image_url'")
+            raise invalid(f"{path}.type", "must be 'image_url' for an image, not 'image'")
         case "file":
-            raise invalid(f"{path}.type", "files are not taken; send image_url, input_audio or video_url")
+            raise invalid(f"{path}.type", "must not be 'file': send image_url, input_audio or video_url")
         case kind:
-            raise invalid(f"{path}.type", f"unknown content part type {kind[:32]!r}")
+            raise invalid(f"{path}.type", f"is {kind[:32]!r}, which is no known type of content part")

@@ -60,9 +60,41 @@ def internal_error() -> EngineError:
     return EngineError("internal server error", code="internal_error")
 
 
-def _from_http_exception(error: HTTPException) -> OmnistageError:
+CHAT = "for answers POST to /v1/chat/completions"
+AUDIO = "for sound there are /v1/audio/speech, transcriptions, translations and voices"
+# What a path that is no route may have been meant for: the first word of these that is in it tells.
+NEAREST = {
+    "embed": "embeddings are not made here",
+    "images": "pictures are only taken, as parts of messages, in /v1/chat/completions",
+    "files": "files are only taken as parts of messages in /v1/chat/completions, as data: or http(s) URLs",
+    "upload": "files are only taken as parts of messages in /v1/chat/completions, as data: or http(s) URLs",
+    "audio": AUDIO,
+    "speech": AUDIO,
+    "transcri": AUDIO,
+    "realtime": CHAT,
+    "response": CHAT,
+    "message": CHAT,
+    "assistant": CHAT,
+    "thread": CHAT,
+    "complet": f"{CHAT}, or to /v1/completions",
+    "chat": CHAT,
+    "generate": CHAT,
+    "token": "there are /tokenize and /detokenize",
+    "model": "models are listed at /v1/models",
+    "health": "there are /health, /ready and /stages",
+    "live": "there are /health, /ready and /stages",
+}
+
+
+def _no_route(path: str) -> NotFound:
+    words = path.lower()
+    near = next((what for word, what in NEAREST.items() if word in words), f"{CHAT}; see /v1/models")
+    return NotFound(f"no such route; {near}", code="route_not_found")
+
+
+def _from_http_exception(error: HTTPException, path: str) -> OmnistageError:
     if error.status_code == 404:
-        return NotFound("no such route; see /v1/models and /health", code="route_not_found")
+        return _no_route(path)
     if error.status_code == 405:
         return MethodNotAllowed("this route does not take that method")
     if error.status_code < 500:
@@ -79,7 +111,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(_from_http_exception(error))
+        response = error_response(_from_http_exception(error, request.url.path))
         response.headers.update(error.headers or {})
         return response
 

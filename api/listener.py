@@ -16,8 +16,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        reason = (error.strerror or "it is not to be had").lower()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {reason}") from None
     listener.setblocking(False)
     return listener

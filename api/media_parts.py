@@ -21,7 +21,7 @@ MAX_FORMAT_CHARS = 32
 
 OptionT = TypeVar("OptionT", str, int, float, bool)
 
-_ARTICLE = {"image": "an image", "audio": "audio", "video": "a video"}
+_ARTICLE = {"image": "an image", "audio": "sound", "video": "a video"}
 _DETAILS: tuple[Detail, ...] = get_args(Detail)
 
 
@@ -38,10 +38,14 @@ def media_part(part: ContentPart, role: Role, path: str, taken: MediaTaken) -> M
     modality, kwargs = MODALITY_OF[part.type], taken.kwargs
     if role != "user":
         what = _ARTICLE[modality]
-        raise invalid(path, f"{what} cannot be part of a {role} message; put it into a user message")
+        raise invalid(
+            path, f"holds {what}, which cannot be part of a {role} message; put it into a user message"
+        )
     if modality not in taken.modalities:
         accepted = ", ".join(taken.modalities)
-        raise invalid(f"{path}.type", f"this model takes no {modality} input; it takes {accepted}")
+        raise invalid(
+            f"{path}.type", f"is for {modality} input, which this model does not take; it takes {accepted}"
+        )
     match part.type:
         case "image_url":
             url, options = _image(part, path, kwargs)
@@ -52,7 +56,9 @@ def media_part(part: ContentPart, role: Role, path: str, taken: MediaTaken) -> M
         case _:
             url, options = _video(part, path, kwargs)
     if options.with_audio and "audio" not in taken.modalities:
-        raise invalid(f"{path}.video_url.use_audio_in_video", "this model takes no audio")
+        raise invalid(
+            f"{path}.video_url.use_audio_in_video", "needs a model that takes audio, which this one does not"
+        )
     return MediaPart(MediaSource(modality=modality, url=url, options=options, param=path))
 
 

@@ -39,6 +39,7 @@ class Bounds:
 
 BOUNDS = {
     "temperature": Bounds(0, 2),
+    "transcription_temperature": Bounds(0, 1),
     "top_p": Bounds(0, 1, above_low=True),
     "min_p": Bounds(0, 1),
     "presence_penalty": Bounds(-2, 2),

@@ -31,10 +31,8 @@ def opened(data: bytes, kind: str) -> Iterator[InputContainer]:
         raise MediaDecodeError(f"the {kind} file is empty (zero bytes)")
     try:
         container = av.open(io.BytesIO(data), mode="r", options=_OPTIONS, metadata_errors="ignore")
-    except (av.FFmpegError, ValueError) as error:  # ValueError: PyAV on a format that it cannot describe
-        raise MediaDecodeError(
-            f"the content is not a readable {kind} file ({type(error).__name__}); supported: {_NAMES}"
-        ) from None
+    except (av.FFmpegError, ValueError):  # ValueError: PyAV on a format that it cannot describe
+        raise MediaDecodeError(f"the content is not a readable {kind} file; supported: {_NAMES}") from None
     with container, malformed(kind):
         yield container
 
@@ -51,4 +49,5 @@ def malformed(kind: str) -> Iterator[None]:
     try:
         yield
     except av.FFmpegError as error:
-        raise MediaDecodeError(f"the {kind} is corrupt or unsupported ({type(error).__name__})") from error
+        what = f": {error.strerror[:1].lower()}{error.strerror[1:]}" if error.strerror else ""
+        raise MediaDecodeError(f"the {kind} is corrupt or unsupported{what}") from error

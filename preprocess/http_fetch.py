@@ -84,7 +84,7 @@ class HttpFetcher:
                     raise MediaFetchError(f"{_host(target)} answered with status {response.status_code}")
                 return await self._read(target, response)
         except httpx.TransportError as error:
-            raise _Retryable(type(error).__name__) from error
+            raise _Retryable(_in_words(error)) from error
 
     async def _read(self, target: httpx.URL, response: httpx.Response) -> bytearray:
         limit = self._limits.max_item_bytes
@@ -117,6 +117,14 @@ class HttpFetcher:
                 f"the host {_host(target)} has a non-public address; fetching it is refused"
             )
         return addresses[attempt % len(addresses)]
+
+
+def _in_words(error: httpx.TransportError) -> str:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return "no connection could be made"
+    if isinstance(error, httpx.TimeoutException):
+        return "it stopped answering"
+    return "the connection broke off"
 
 
 def _parse(url: str) -> httpx.URL:

@@ -133,9 +133,9 @@ def _malformed(format_name: str) -> Iterator[None]:
     except Image.DecompressionBombError:
         raise MediaTooLarge(f"the {format_name} image is too large to decode") from None
     except _MALFORMED as error:
-        raise MediaDecodeError(
-            f"the {format_name} image is truncated or corrupt ({type(error).__name__})"
-        ) from error
+        truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
+        what = "is truncated: it ends early" if truncated else "is corrupt, or truncated"
+        raise MediaDecodeError(f"the {format_name} image {what}") from error
 
 
 def _check_size(width: int, height: int, max_source_pixels: int) -> None:

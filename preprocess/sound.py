@@ -6,6 +6,7 @@ Channels are averaged before resampling (by soxr, as a stream: linear time, exac
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ _SCALES = {
 }
 # Integers written as floats reach 2**31; beyond that the power of a frame is no float32 any more.
 _LOUDEST = 2.0**31
+_MAX_WAV_CHUNKS = 1024  # before the sound
+_UNKNOWN_LENGTH = 0x7FFF0000  # streams claim 0xFFFFFFFF, or about 2 GiB, which is over every limit
 _MAX_PLANES = 7  # PyAV looks for a null after the last plane: beyond the frame's eight pointers is none
 
 
@@ -49,8 +52,10 @@ def decode_audio(data: bytes, spec: AudioSpec, limits: MediaLimits) -> Sound:
     """The first (or default) audio track. Raises MediaDecodeError (with code EMPTY when there is no sample),
     MediaTooLarge.
 
-    Broken packets are skipped, as players do; a file that ends early gives what it holds.
+    Broken packets are skipped, as players do. A WAV file that ends before its sound does is refused, as a
+    truncated image is; other formats do not say how long they are, and give what they hold.
     """
+    _check_wav_length(data)
     with opened(data, "audio") as container:
         stream = audio_stream(container)
         if stream is None:
@@ -58,6 +63,26 @@ def decode_audio(data: bytes, spec: AudioSpec, limits: MediaLimits) -> Sound:
         check_codec(stream, "audio")
         _check_header(container, stream, len(data), spec, limits)
         return _collect(_mono_frames(container, stream, limits), spec, limits)
+
+
+def _check_wav_length(data: bytes) -> None:
+    """A length that nobody knew when it was written (of a stream) promises nothing."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return
+    at = 12
+    for _ in range(_MAX_WAV_CHUNKS):
+        if at + 8 > len(data):
+            return
+        name, num_bytes = struct.unpack_from("<4sI", data, at)
+        at += 8
+        if name == b"data":
+            num_left = len(data) - at
+            if 0 < num_left < num_bytes < _UNKNOWN_LENGTH:
+                raise MediaDecodeError(
+                    f"the wav file is truncated: it holds {num_left} of {num_bytes} bytes of sound"
+                )
+            return
+        at += num_bytes + num_bytes % 2
 
 
 def audio_stream(container: InputContainer) -> AudioStream | None:

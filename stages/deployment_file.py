@@ -72,7 +72,7 @@ def load_deployment(
         try:
             text = file.read_text()
         except OSError as error:
-            raise DeploymentError(f"deployment {file}: {error}") from error
+            raise DeploymentError(f"deployment {file}: {(error.strerror or str(error)).lower()}") from error
     if text is not None:
         try:
             data = tomllib.loads(text)

@@ -97,7 +97,9 @@ async def _job(api: Api, task: Literal["transcribe", "translate"], form: Form) -
                 language=form.text("language"),
                 task=task,
                 prompt=_prompt(form),
-                temperature=checked("temperature", _number(form, "temperature", float), 0.0),
+                temperature=checked(
+                    "transcription_temperature", _number(form, "temperature", float), 0.0, param="temperature"
+                ),
                 seed=checked("seed", _number(form, "seed", int), 0) % 2**63,
                 timestamps=response_format in TIMED_FORMATS,
                 words="word" in granularities,

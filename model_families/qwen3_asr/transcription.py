@@ -54,7 +54,7 @@ class Qwen3ASRTranscriber:
                 code="unsupported_value",
             )
         if options.task != "transcribe":
-            raise BadRequest(f"this model cannot {options.task}", param="task", code="unsupported_value")
+            raise BadRequest(f"this model cannot {options.task}", param="model", code="unsupported_model")
         language = _language_of(options)
         sampling = SamplingParams(
             max_tokens=EXTRA_TOKENS + int(duration_s * TOKENS_PER_S),

@@ -76,7 +76,7 @@ class WhisperTranscriber:
         if options.task in self.generation.task_to_id:
             return (self.generation.task_to_id[options.task],)
         if options.task != "transcribe":
-            raise BadRequest(f"this model cannot {options.task}", param="task", code="unsupported_value")
+            raise BadRequest(f"this model cannot {options.task}", param="model", code="unsupported_model")
         return ()
 
     def before(self, prompt: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +99,59 @@ def test_an_unknown_command_is_refused() -> None:
 
 
 def test_missing_picture_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "No such file" in converse(ScriptedService(), f"/image {tmp_path / 'none.png'}")
+    says = f"cannot read image {tmp_path / 'none.png'}: no such file\n"
+    assert f"! {says}" in converse(ScriptedService(), f"/image {tmp_path / 'none.png'}")
     assert run(ChatOptions("http://127.0.0.1:1", images=(tmp_path / "none.png",))) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"omnistage: {says}"
+    assert run(ChatOptions("http://127.0.0.1:1", images=(tmp_path,))) == 1
+    assert capsys.readouterr().err == f"omnistage: cannot read image {tmp_path}: it is a folder\n"
+
+
+def never_asked(prompt: str) -> str:
+    raise AssertionError("nobody would answer")
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (httpx.ConnectError("refused"), "no answer from http://127.0.0.1:1: refused"),
+        (httpx.ConnectTimeout(""), "no answer from http://127.0.0.1:1: it takes too long"),
+        (
+            httpx.Response(503, json={"error": {"message": "starting: thinker"}}),
+            "starting: thinker (HTTP 503)",
+        ),
+        (httpx.Response(401, text="no"), "http://127.0.0.1:1 refuses: HTTP 401"),
+    ],
+)
+def test_a_server_that_answers_nobody_is_told_at_the_start(
+    reply: httpx.Response | httpx.HTTPError, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[str] = []
+    client = httpx.Client(transport=httpx.MockTransport(answering(reply)))
+    assert run(ChatOptions("http://127.0.0.1:1"), never_asked, written.append, client) == 1
+    assert says in capsys.readouterr().err
+    assert written == []
+
+
+def test_a_dead_url_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for url in ("http://127.0.0.1:1", "nonsense"):
+        assert run(ChatOptions(url), never_asked) == 1
+        assert capsys.readouterr().err.startswith(f"omnistage: no answer from {url}: ")
+
+
+def answering(
+    *replies: httpx.Response | httpx.HTTPError,
+) -> Callable[[httpx.Request], httpx.Response]:
+    """One after another, the last one for ever."""
+    left = list(replies)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        reply = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(reply, httpx.Response):
+            return reply
+        raise reply
+
+    return handle
 
 
 @pytest.mark.parametrize(
@@ -113,13 +163,8 @@ def test_missing_picture_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_other_failures(reply: httpx.Response | httpx.HTTPError, says: str) -> None:
-    def handle(request: httpx.Request) -> httpx.Response:
-        if isinstance(reply, httpx.Response):
-            return reply
-        raise reply
-
     written: list[str] = []
     lines = iter(["hi", "/quit"])
-    client = httpx.Client(transport=httpx.MockTransport(handle))
+    client = httpx.Client(transport=httpx.MockTransport(answering(httpx.Response(200), reply)))
     assert run(ChatOptions("http://127.0.0.1:1"), lambda _: next(lines), written.append, client) == 1
     assert says in "".join(written)

@@ -83,11 +83,19 @@ def test_both_forms_of_image_url_are_the_same() -> None:
         (image(PNG, min_pixels=9, max_pixels=8), "min_pixels", "above max_pixels"),
         (image({"url": PNG, "max_pixels": 9}, max_pixels=8), "max_pixels", "twice"),
         ({"image_url": PNG}, "type", "required"),
-        ({"type": "image", "image": PNG}, "type", "'image'; send 'image_url'"),
+        ({"type": "image", "image": PNG}, "type", "must be 'image_url' for an image"),
         ({"type": "hologram"}, "type", "'hologram'"),
         ({"type": "x" * 5000}, "type", "'" + "x" * 32 + "'"),
-        ({"type": "input_audio"}, "type", "no audio input; it takes text, image"),
-        ({"type": "video_url"}, "type", "no video input; it takes text, image"),
+        (
+            {"type": "input_audio"},
+            "type",
+            "is for audio input, which this model does not take; it takes text, image",
+        ),
+        (
+            {"type": "video_url"},
+            "type",
+            "is for video input, which this model does not take; it takes text, image",
+        ),
         ({"type": "text"}, "text", "required"),
         ({"type": "text", "text": 5}, "text", "Expected str"),
     ],
@@ -168,7 +176,11 @@ def test_valid_shapes(message: dict[str, Any], parts: list[str], num_calls: int)
         ({"content": "a"}, ".role", "required"),
         ({"role": "user", "content": "a", "name": ""}, ".name", "256"),
         ({"role": "user", "content": "a", "name": "n" * (1 << 20)}, ".name", "256"),
-        ({"role": "user", "content": "a", "tool_calls": [CALL]}, ".tool_calls", "only assistant"),
+        (
+            {"role": "user", "content": "a", "tool_calls": [CALL]},
+            ".tool_calls",
+            "is only allowed in an assistant message",
+        ),
         ({"role": "assistant", "tool_calls": [{}]}, ".tool_calls[0].function", "required"),
         ({"role": "assistant", "tool_calls": [{**CALL, "type": "x"}]}, ".tool_calls[0].type", "function"),
     ],
@@ -189,7 +201,10 @@ def test_only_user_messages_hold_images(role: str) -> None:
 
 
 def test_model_without_images_says_so() -> None:
-    assert "takes no image input" in refused(user(image()), modalities=("text",)).message
+    assert (
+        "is for image input, which this model does not take"
+        in refused(user(image()), modalities=("text",)).message
+    )
 
 
 def test_tools_go_to_the_template_as_sent() -> None:

@@ -138,7 +138,7 @@ def test_bad_options_of_the_request_are_refused_by_name(kwargs: Any, param: str)
 
 
 def test_what_the_model_does_not_take_is_refused() -> None:
-    with pytest.raises(BadRequest, match="takes no audio") as caught:
+    with pytest.raises(BadRequest, match="needs a model that takes audio") as caught:
         source_of(video(use_audio_in_video=True), modalities=("text", "video"))
     assert caught.value.param == "messages[0].content[1].video_url.use_audio_in_video"
     for part in (video(), {"type": "audio_url", "audio_url": WAV}):

@@ -117,7 +117,7 @@ def test_streamed_text_is_the_whole_text() -> None:
     [
         ({"response_format": "xml"}, "response_format"),
         ({"temperature": "hot"}, "temperature"),
-        ({"temperature": "3"}, "temperature"),
+        ({"temperature": "1.01"}, "temperature"),
         ({"temperature": "nan"}, "temperature"),
         ({"stream": "maybe"}, "stream"),
         ({"stream": "true", "response_format": "srt"}, "stream"),

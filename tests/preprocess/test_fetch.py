@@ -225,7 +225,7 @@ def test_a_broken_transfer_is_tried_once_more() -> None:
             server.pages["/404"] = [answer(b"", "404 Not Found"), answer(PNG)]
             await refused(server, "/404")  # an answer is an answer
             assert len(server.requests) == 5
-        assert "ConnectError" in (await refused(server, "/closed")).message
+        assert "failed: no connection could be made" in (await refused(server, "/closed")).message
 
     run(scenario)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -163,7 +165,40 @@ def test_a_very_short_sound_is_filled_with_silence(seconds):
     assert sound.samples_S.any()
 
 
-@pytest.mark.parametrize("claimed", [1 << 20, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("missing", [1, 2, 20_000])
+@pytest.mark.parametrize("extra", [b"", b"note\3\0\0\0abc\0"])  # of an odd length, so filled up
+def test_a_wav_file_cut_short_is_refused(missing, extra):
+    whole = wav(int16(tone(0.8)))
+    whole = whole[:36] + extra + whole[36:]
+    assert len(decoded(whole)) == 0.8 * RATE
+    with pytest.raises(MediaDecodeError, match=f"truncated: it holds {25_600 - missing} of 25600 bytes"):
+        decoded(whole[:-missing])
+
+
+def test_bytes_after_the_sound_are_no_matter():
+    whole = wav(int16(tone(0.8))) + b"note\3\0\0\0abc"
+    assert len(decoded(whole)) == 0.8 * RATE
+
+
+def test_a_header_without_its_sound_is_empty():
+    with pytest.raises(MediaDecodeError, match="audio is empty"):
+        decoded(wav(int16(tone(0.8)))[:44])
+
+
+def test_a_wav_file_of_nothing_but_chunks_ends():
+    with pytest.raises(MediaDecodeError):
+        decoded(b"RIFF\0\0\0\0WAVE" + b"note\0\0\0\0" * 100_000)
+
+
+def test_errors_are_told_in_words():
+    broken = wav(int16(tone(0.1)))
+    for data in (b"junk" * 100, broken[:20] + b"\xff" * 16 + broken[36:], b"OggS" + bytes(200)):
+        with pytest.raises(MediaDecodeError) as caught:
+            decoded(data)
+        assert not re.search(r"Error|Exception|Errno", caught.value.message), caught.value.message
+
+
+@pytest.mark.parametrize("claimed", [0x7FFFFFFF, 0xFFFFFFFF])
 def test_a_header_that_claims_another_size(claimed):
     """As streamed WAV files do: what is there counts, and nothing is refused for what is not."""
     values = int16(tone(0.8))
