@@ -26,9 +26,10 @@ SEES = """\
 """
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\
-- **Hears** English sentences. Whisper tiny.en's encoder (MIT), its lower half as published, the upper half
-  and two more layers trained to spell, on synthetic speech alone; the language model reads what was spelled
-  as it reads text. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
+- **Hears** English sentences, 30 s at most. Whisper tiny.en's encoder (MIT), its lower half as published, the
+  upper half and two more layers trained to spell, on synthetic speech alone; the language model reads what
+  was spelled as it reads text. It hears no tone of voice and nothing but speech, and stumbles over names
+  and rare words.
 """
 DUMB = "- **It does not speak.**\n"
 SPEAKS = """\

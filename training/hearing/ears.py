@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model_families.audio.layers import AudioBlock, sinusoids
-from model_families.default_model.omni import EARS, EARS_MORE, whisper_ears
+from model_families.default_model.omni import EARS, EARS_MORE, WHISPER_LAYERS, whisper_ears
 from model_families.omnistage_nano.ears import NanoEars, ears_name
 from model_families.qwen2_5_omni.audio_encoder import Qwen25OmniAudioConfig
 from model_families.vision.attention import GroupedAttention
 
 FROZEN_LAYERS = 2  # and the convolutions: what they know of real voices stays
 TRAINED = (*(f"blocks.{n}." for n in range(FROZEN_LAYERS, EARS["encoder_layers"])), "norm.", "letters.")
+NEW = (*(f"blocks.{n}." for n in range(WHISPER_LAYERS, EARS["encoder_layers"])), "letters.")
 CONFIG = msgspec.convert({**EARS, **EARS_MORE, "output_dim": 576}, Qwen25OmniAudioConfig)
 
 

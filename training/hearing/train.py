@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from torch.nn import functional
 
 from model_families.omnistage_nano.ears import NanoEars
 from model_families.omnistage_nano.letters import read_letters, spell
-from training.hearing.ears import letter_logits, new_ears, num_rows, trained_tensors
+from training.hearing.ears import NEW, letter_logits, new_ears, num_rows, trained_tensors
 from training.hearing.features import disturb, log_mel, num_frames
 from training.hearing.sentences import HEARD_RATE, PLAIN, VARIED
 from training.speaking.clock import Clip, Clock, learning_rate, set_rate
@@ -39,7 +40,7 @@ from training.speaking.judge_words import distance, words_of
 from training.speaking.weights import load_parts, save_parts
 
 NAME, LOG, EVALUATION = "hearing", "hearing.jsonl", "hearing.json"
-RATE = 6e-4
+RATE, OLD_SHARE = 1e-3, 0.3  # of what is new; of that, for Whisper's own layers
 REFRESH_S = 20.0
 READY_LIMIT_S = 150.0
 EDGE_S = 0.5  # of silence before and behind, at most
@@ -148,9 +149,19 @@ def letters_loss(ears: NanoEars, batch: Batch, *, rooms: bool) -> Tensor:
     return functional.ctc_loss(chances_RBL, batch.letters, rows_B, batch.counts_B, zero_infinity=True)
 
 
+def rate_groups(ears: NanoEars) -> list[dict[str, Any]]:
+    """What is trained, for an optimizer: Whisper's own layers more slowly than those that are new."""
+    trained = [(name, value) for name, value in ears.named_parameters() if value.requires_grad]
+    new = {name for name, _ in trained if name.startswith(NEW)}
+    return [
+        {"params": [value for name, value in trained if (name in new) == is_new], "share": share}
+        for is_new, share in ((True, 1.0), (False, OLD_SHARE))
+    ]
+
+
 def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
     parameters = [parameter for parameter in ears.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(rate_groups(ears), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     clip = Clip(parameters)
     waited_s = 0.0
     batches = iter(feed)
@@ -160,6 +171,8 @@ def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
         batch = next(batches).to(plan.device)
         waited_s += time.monotonic() - before_s
         set_rate(optimizer, learning_rate(clock.fraction, RATE, warm=0.05, bottom=0.02))
+        for group in optimizer.param_groups:
+            group["lr"] *= group["share"]
         loss = letters_loss(ears, batch, rooms=True)
         norm = clip.step(optimizer, loss)
         figures: dict[str, Tensor | float] = {"loss": loss, "norm": norm, "sounds": len(batch.counts_B)}

@@ -25,7 +25,7 @@ from training.hearing.ears import letter_logits, new_ears, num_rows, trained_ten
 from training.hearing.export import ears_tensors
 from training.hearing.features import disturb, log_mel, num_frames
 from training.hearing.sentences import Said, letters_only
-from training.hearing.train import collate, grouped, letters_loss
+from training.hearing.train import collate, grouped, letters_loss, rate_groups
 from training.speaking.corpus import Corpus
 from training.speaking.sentences import is_held_out
 
@@ -156,7 +156,9 @@ def test_a_step_changes_what_is_trained_alone(small, tokenizer, tmp_path):
     corpus = Corpus(tmp_path, features.SAMPLING_RATE)
     corpus.refresh()
     (group,) = grouped(corpus.utterances, 100.0, Random(0))
-    optimizer = torch.optim.AdamW([p for p in ears.parameters() if p.requires_grad], lr=1e-2)
+    groups = rate_groups(ears)
+    assert all(group["params"] for group in groups)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     for _ in range(2):  # the grown layers pass on at first: what is inside them moves a step later
         loss = letters_loss(ears, collate(corpus, group, Random(1)), rooms=True)
         optimizer.zero_grad()
