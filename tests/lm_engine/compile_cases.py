@@ -178,7 +178,7 @@ def test_a_trap_is_seen(compiled):
         check(compiled)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("auto", marks=pytest.mark.slow), "fp8"])
 def test_attention(compiled, kv_dtype):
     """Decodes by halves of 64 keys and mixed steps, as of Qwen3's heads."""
     heads = HeadShape(16, 2, 128)
