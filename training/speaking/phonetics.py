@@ -42,6 +42,12 @@ def frame_codes(ids_L: Ints, units_L: Ints, pitch_H: Floats, sound: Floats) -> C
     return np.stack(groups, axis=1).astype(np.int16)
 
 
+def leading_frames(codes_TQ: Codes) -> int:
+    """Frames of nothing at the beginning, but for one: heard as delay, and silence is easily gone on with."""
+    says_T = (codes_TQ[:, : len(MOMENTS)] != 0).any(1)
+    return max(int(says_T.argmax()) - 1, 0)
+
+
 def _at(values_H: Ints, sample_T: Ints, otherwise: int) -> Ints:
     hop_T = sample_T // HOP
     there_T = hop_T < len(values_H)

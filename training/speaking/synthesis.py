@@ -21,7 +21,7 @@ from hibari.tts import ASSETS
 from tokenizers import Tokenizer
 
 from training.speaking.corpus import Pcm
-from training.speaking.phonetics import FRAME, Codes, frame_codes
+from training.speaking.phonetics import FRAME, Codes, frame_codes, leading_frames
 from training.speaking.sentences import Sentences
 from training.speaking.sizes import SAMPLE_RATE
 from training.speaking.words import load_words
@@ -65,7 +65,8 @@ class Voice:
         whole = np.zeros(num_frames * FRAME, dtype=np.float32)
         whole[: len(sound)] = sound.clip(-0.99, 0.99)
         codes = frame_codes(np.concatenate(symbols), np.concatenate(units), np.concatenate(pitches), whole)
-        return (whole * 32767).astype(np.int16), codes
+        first = leading_frames(codes)
+        return (whole * 32767).astype(np.int16)[first * FRAME :], codes[first:]
 
 
 def open_sentences(tokenizer: Path) -> Sentences:

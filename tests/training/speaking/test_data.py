@@ -11,7 +11,7 @@ import torch
 
 from training.speaking.corpus import Corpus
 from training.speaking.judge_words import distance, words_of
-from training.speaking.phonetics import FRAME, frame_codes, loudness_codes, pitch_codes
+from training.speaking.phonetics import FRAME, frame_codes, leading_frames, loudness_codes, pitch_codes
 from training.speaking.prompts import NOTHING
 from training.speaking.rows import EMPTY_TARGET, Rows
 from training.speaking.sentences import Sentences, is_held_out
@@ -114,3 +114,12 @@ def test_words_are_what_is_said(text, words):
 def test_the_distance_of_words():
     assert distance(["a", "b", "c", "d"], ["a", "x", "c"]) == 2
     assert distance([], ["a"]) == distance(["a"], []) == 1
+
+
+def test_one_frame_of_nothing_stays_at_the_beginning():
+    codes = np.zeros((6, 8), np.int16)
+    assert leading_frames(codes) == 0
+    codes[4, 3] = 7
+    assert leading_frames(codes) == 3
+    codes[0, 0] = 7
+    assert leading_frames(codes) == 0
