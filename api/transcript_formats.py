@@ -50,6 +50,7 @@ class JsonSegment(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     avg_logprob: float
     compression_ratio: float
+    no_speech_prob: float
 
 
 class JsonWord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +98,7 @@ def _verbose(transcript: Transcript, usage: JsonUsage) -> VerboseJson:
             temperature=segment.temperature,
             avg_logprob=segment.avg_logprob,
             compression_ratio=_compression_ratio(segment.text),
+            no_speech_prob=segment.no_speech_prob,
         )
         for number, segment in enumerate(transcript.segments)
     ]

@@ -28,6 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False
+    ruled: bool = True  # by what the model's own rules forbid; False: its bare distribution is asked for
 
     @property
     def greedy(self) -> bool:

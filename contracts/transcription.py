@@ -53,8 +53,17 @@ class TranscriptSegment(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     avg_logprob: float
+    no_speech_prob: float = 0.0  # of the window; 0 where the model has no token for it, or was not asked
     temperature: float = 0.0
     words: tuple[TranscriptWord, ...] = ()
 
 
-TranscriptEvent = TranscriptLanguage | TranscriptText | TranscriptSegment
+class TranscriptUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Comes last. Each window's input counts once, also where it is heard again; all output counts."""
+
+    audio_tokens: int
+    text_tokens: int
+    output_tokens: int
+
+
+TranscriptEvent = TranscriptLanguage | TranscriptText | TranscriptSegment | TranscriptUsage

@@ -28,7 +28,7 @@ class RowSampler:
         rows = [self.table.rows[slot] for slot in inputs.host_slots_S]
         params = [row.sampling for row in rows]
         if self._rule is not None:
-            logits_SV = self._rule.apply(logits_SV, self._history(inputs))
+            logits_SV = self._ruled(self._rule, inputs, logits_SV, params)
         temperature_S, top_p_S, min_p_S, *_ = self.table.floats[inputs.slots_S].unbind(1)
         row_params = RowParams(
             temperature_R=temperature_S,
@@ -46,6 +46,17 @@ class RowSampler:
             self._penalties(inputs, params),
             self._logprobs_wanted(params),
         )
+
+    def _ruled(
+        self, rule: LogitsRule, inputs: SampledRows, logits_SV: Tensor, params: list[SamplingParams]
+    ) -> Tensor:
+        bare = [i for i, p in enumerate(params) if not p.ruled]
+        if not bare:
+            return rule.apply(logits_SV, self._history(inputs))
+        rows = self.table.to_device(np.array(bare, dtype=np.int64))
+        kept = logits_SV[rows]
+        logits_SV = rule.apply(logits_SV, self._history(inputs))
+        return logits_SV.index_copy_(0, rows, kept)
 
     def _history(self, inputs: SampledRows) -> History:
         longest = max(inputs.host_next_index_S)

@@ -13,14 +13,15 @@ from contracts.transcription import TranscriptEvent, TranscriptionOptions
 @dataclass(frozen=True)
 class Ask:
     """One request of the language model: a prompt about the mel frames [start, end) of the recording.
-    `align`:
-    where tokens of it lie is wanted, not an answer."""
+    `align`: where tokens of it lie is wanted, not an answer. `is_answer`: its tokens are, or may be, the
+    transcript's."""
 
     token_ids: tuple[int, ...]
     start: int
     end: int
     sampling: SamplingParams
     align: Align | None = None
+    is_answer: bool = True
 
 
 class Recognition(Protocol):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 
+from contracts.media import Prompt
 from contracts.messages import Generate, Generated
-from contracts.transcription import TranscriptEvent, TranscriptionOptions
+from contracts.transcription import TranscriptEvent, TranscriptionOptions, TranscriptUsage
 from model_families.family import Family
 from model_families.transcription import Ask, Transcriber
 from stages.coordinator import Coordinator
@@ -24,15 +26,35 @@ async def transcribe(
     """Closing it aborts the request that is under way; the recording stays the caller's."""
     item = recording.item
     recognition = transcriber.start(options, item.num_frames, item.duration_s)
-    number = 0
+    number, meter = 0, _Meter()
     while (ask := recognition.next_ask()) is not None:
-        answers = _run(family, transcriber, coordinator, f"{request_id}.{number}", recording, ask)
+        answers = _run(family, transcriber, coordinator, f"{request_id}.{number}", recording, ask, meter)
         async with contextlib.aclosing(answers):
             async for generated in answers:
                 for delta in generated.deltas:
+                    meter.output_tokens += len(delta.token_ids) if ask.is_answer else 0
                     for event in recognition.take(delta):
                         yield event
         number += 1
+    yield TranscriptUsage(
+        audio_tokens=meter.audio_tokens, text_tokens=meter.text_tokens, output_tokens=meter.output_tokens
+    )
+
+
+@dataclass
+class _Meter:
+    """See `TranscriptUsage`."""
+
+    audio_tokens: int = 0
+    text_tokens: int = 0
+    output_tokens: int = 0
+    _window: tuple[int, int] | None = None
+
+    def heard(self, ask: Ask, prompt: Prompt) -> None:
+        if ask.is_answer and (ask.start, ask.end) != self._window:
+            self._window = (ask.start, ask.end)
+            self.audio_tokens += prompt.num_media_tokens
+            self.text_tokens += len(prompt.token_ids) - prompt.num_media_tokens
 
 
 async def _run(
@@ -42,9 +64,11 @@ async def _run(
     request_id: str,
     recording: Recording,
     ask: Ask,
+    meter: _Meter,
 ) -> AsyncGenerator[Generated, None]:
     window = recording.window(ask.start, ask.end, transcriber.num_positions(ask))
     prompt = family.layout(list(ask.token_ids), [window.item])
+    meter.heard(ask, prompt)
     message = Generate(request_id=request_id, prompt=prompt, sampling=ask.sampling, align=ask.align)
     answers = coordinator.run(message, (window,))
     async with contextlib.aclosing(answers):

@@ -27,6 +27,7 @@ from contracts.transcription import (
     TranscriptLanguage,
     TranscriptSegment,
     TranscriptText,
+    TranscriptUsage,
 )
 from stages.service import RecordingReady, TranscriptionEvent, TranscriptionRequest
 
@@ -41,9 +42,23 @@ class TextDelta(msgspec.Struct, frozen=True):
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
 
 
+class InputDetails(msgspec.Struct, frozen=True, kw_only=True):
+    audio_tokens: int
+    text_tokens: int
+
+
+class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_token_details: InputDetails
+    type: Literal["tokens"] = "tokens"
+
+
 class TextDone(msgspec.Struct, frozen=True):
     text: str
     language: str
+    usage: TokenUsage
     type: Literal["transcript.text.done"] = "transcript.text.done"
 
 
@@ -201,7 +216,7 @@ async def _whole(api: Api, job: Job) -> Transcript:
 
 async def _stream(api: Api, job: Job, writer: EventWriter) -> None:
     text: list[str] = []
-    language = ""
+    language, usage = "", None
     async for found in _events(api, job):
         match found:
             case TranscriptLanguage(language):
@@ -211,6 +226,19 @@ async def _stream(api: Api, job: Job, writer: EventWriter) -> None:
                 if delta:
                     text.append(delta)
                     await writer.write(event(TextDelta(delta)))
+            case TranscriptUsage():
+                usage = _usage(found)
             case _:
                 pass
-    await writer.write(event(TextDone("".join(text).rstrip(), language)), last=True)
+    assert usage is not None, "every transcription ends with it"
+    await writer.write(event(TextDone("".join(text).rstrip(), language, usage)), last=True)
+
+
+def _usage(told: TranscriptUsage) -> TokenUsage:
+    num_input = told.audio_tokens + told.text_tokens
+    return TokenUsage(
+        input_tokens=num_input,
+        output_tokens=told.output_tokens,
+        total_tokens=num_input + told.output_tokens,
+        input_token_details=InputDetails(audio_tokens=told.audio_tokens, text_tokens=told.text_tokens),
+    )

@@ -59,6 +59,11 @@ class WhisperGeneration(msgspec.Struct, frozen=True, kw_only=True):
     alignment_heads: tuple[tuple[int, int], ...] | None = None  # (layer, head)
 
     @property
+    def no_speech_token_id(self) -> int:
+        """In every vocabulary of Whisper's it stands before the token that asks for no timestamps."""
+        return self.no_timestamps_token_id - 1
+
+    @property
     def first_timestamp(self) -> int:
         """Every token from here on is a time: 0.00, 0.02, ... seconds into the window."""
         return self.no_timestamps_token_id + 1

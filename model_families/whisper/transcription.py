@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from math import ceil
+from math import ceil, exp
 
 import msgspec
 
@@ -40,6 +40,7 @@ ENGLISH = "en"
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # one after another, when the client leaves it at 0
 MAX_COMPRESSION_RATIO = 2.4  # text that repeats itself compresses better
 MIN_AVG_LOGPROB = -1.0
+CERTAIN = 1e6  # a bias that no logit comes near
 
 
 class WhisperTranscriber:
@@ -116,6 +117,8 @@ class WhisperRecognition:
         self._windows_left = WINDOWS_PER_WINDOW * (1 + num_frames // self._config.window_frames)
         self._temperatures = (options.temperature,) if options.temperature else TEMPERATURES
         self._attempt = 0  # at the window, an index of the temperatures
+        self._asks_no_speech = False
+        self._no_speech_prob: float | None = None  # of the window; None: not known yet
         self._window: WindowTokens | None = None
         self._pieces: list[Piece] = []
         self._unaligned: list[
@@ -124,11 +127,13 @@ class WhisperRecognition:
 
     def next_ask(self) -> Ask | None:
         if self._language is None:
-            return self._ask((self._generation.decoder_start_token_id,), max_tokens=1)
+            return self._ask((self._generation.decoder_start_token_id,), max_tokens=1, is_answer=False)
         if self._unaligned:
             return self._alignment_ask()
         if self._seek >= self._num_heard:
             return None
+        if self._options.timestamps and self._no_speech_prob is None:
+            return self._no_speech_ask()
         self._windows_left -= not self._attempt
         prompt = (*self._before, *self._start_tokens())
         heard = min(self._seek + self._config.window_frames, self._num_heard) - self._seek
@@ -142,7 +147,22 @@ class WhisperRecognition:
             return start
         return (*start, self._transcriber.languages[self._language], *self._task)
 
-    def _ask(self, prompt: tuple[int, ...], max_tokens: int) -> Ask:
+    def _no_speech_ask(self) -> Ask:
+        """How likely the token for silence is where the language would be said. It is forced, to learn its
+        probability; its prompt is the beginning of the window's, so that all of it is computed once."""
+        self._asks_no_speech = True
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=0,
+            logit_bias=((self._generation.no_speech_token_id, CERTAIN),),
+            ruled=False,
+        )
+        prompt = (*self._before, self._generation.decoder_start_token_id)
+        end = min(self._seek + self._config.window_frames, self._num_frames)
+        return Ask(prompt, self._seek, end, sampling, is_answer=False)
+
+    def _ask(self, prompt: tuple[int, ...], max_tokens: int, is_answer: bool = True) -> Ask:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0 if self._language is None else self._temperatures[self._attempt],
@@ -150,7 +170,7 @@ class WhisperRecognition:
             logprobs=0,
         )
         end = min(self._seek + self._config.window_frames, self._num_frames)
-        return Ask(prompt, self._seek, end, sampling)
+        return Ask(prompt, self._seek, end, sampling, is_answer=is_answer)
 
     def take(self, delta: SampleDelta) -> list[TranscriptEvent]:
         if self._language is None:
@@ -160,6 +180,10 @@ class WhisperRecognition:
             return []
         if self._unaligned:
             return self._aligned(delta.alignment)
+        if self._asks_no_speech:
+            self._asks_no_speech = False
+            self._no_speech_prob = exp(delta.logprobs[0].chosen)
+            return []
         assert self._window is not None
         for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
             if token_id == delta.stop_token_id:
@@ -187,6 +211,7 @@ class WhisperRecognition:
         assert num_frames > 0, "the rules let no segment end where its window starts"
         self._seek += num_frames if self._windows_left > 0 else self._window.num_frames
         self._attempt = 0
+        self._no_speech_prob = None
         return events
 
     def _is_doubtful(self) -> bool:
@@ -209,6 +234,7 @@ class WhisperRecognition:
             text=self._text_of(piece.token_ids),
             token_ids=piece.token_ids,
             avg_logprob=sum(piece.logprobs) / len(piece.logprobs),
+            no_speech_prob=self._no_speech_prob or 0.0,
             temperature=self._temperatures[self._attempt],
         )
 
@@ -228,7 +254,8 @@ class WhisperRecognition:
         heard = min(self._config.window_frames, self._num_heard - seek)
         align = Align(num_tokens=1 + len(text), num_positions=max(1, heard // FRAMES_PER_POSITION))
         end = min(seek + self._config.window_frames, self._num_frames)
-        return Ask(prompt, seek, end, SamplingParams(max_tokens=1, temperature=0.0), align)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        return Ask(prompt, seek, end, sampling, align, is_answer=False)
 
     def _aligned(self, first_positions: tuple[int, ...]) -> list[TranscriptEvent]:
         assert self._language is not None

@@ -11,7 +11,13 @@ import numpy as np
 
 from contracts.errors import OmnistageError
 from contracts.messages import FinishReason, SampleDelta
-from contracts.transcription import TranscriptLanguage, TranscriptSegment, TranscriptText, TranscriptWord
+from contracts.transcription import (
+    TranscriptLanguage,
+    TranscriptSegment,
+    TranscriptText,
+    TranscriptUsage,
+    TranscriptWord,
+)
 from stages.service import (
     AudioChunk,
     Event,
@@ -117,6 +123,7 @@ SEGMENTS = (
         text=" Hello there.",
         token_ids=(7, 8),
         avg_logprob=-0.25,
+        no_speech_prob=0.125,
         words=(
             TranscriptWord(start_s=0.0, end_s=0.6, text=" Hello"),
             TranscriptWord(start_s=0.6, end_s=1.5, text=" there."),
@@ -159,6 +166,7 @@ class ScribeService(ScriptedService):
                 if self._hold:
                     await self._notify()
                     await self.release.wait()
+            yield TranscriptUsage(audio_tokens=200, text_tokens=4, output_tokens=9)
             outcome = "completed"
         finally:
             self.outcomes.append(outcome)

@@ -60,6 +60,7 @@ def test_every_format() -> None:
     assert [s["id"] for s in verbose["segments"]] == [0, 1]
     assert verbose["segments"][1]["seek"] == 366_000
     assert verbose["segments"][0]["tokens"] == [7, 8]
+    assert [s["no_speech_prob"] for s in verbose["segments"]] == [0.125, 0.0]
 
 
 def test_the_form_reaches_the_service() -> None:
@@ -110,6 +111,13 @@ def test_streamed_text_is_the_whole_text() -> None:
     assert {delta["type"] for delta in deltas} == {"transcript.text.delta"}
     assert "".join(delta["delta"] for delta in deltas) == done["text"] == "Hello there. A --> B"
     assert done["type"] == "transcript.text.done"
+    assert done["usage"] == {
+        "type": "tokens",
+        "input_tokens": 204,
+        "output_tokens": 9,
+        "total_tokens": 213,
+        "input_token_details": {"audio_tokens": 200, "text_tokens": 4},
+    }
 
 
 @pytest.mark.parametrize(
@@ -269,6 +277,10 @@ def test_a_tiny_whisper_is_served_end_to_end(tmp_path: Path, monkeypatch: pytest
                         ),
                         return_exceptions=True,
                     )
+                    stream = await sdk.audio.transcriptions.create(
+                        model="whisper", file=("a.wav", wav_of(recordings[1])), language="fr", stream=True
+                    )
+                    answers.append([event async for event in stream][-1])
                     chat = sdk.chat.completions.create(
                         model="whisper", messages=[{"role": "user", "content": "hi"}]
                     )
@@ -278,7 +290,14 @@ def test_a_tiny_whisper_is_served_end_to_end(tmp_path: Path, monkeypatch: pytest
             assert [r.problem for r in await service.check_integrity() if r.problem] == []
             return answers
 
-    *timed, plain = asyncio.run(run())
+    *timed, plain, done = asyncio.run(run())
+    window = transformers.WhisperConfig.from_pretrained(folder).max_source_positions
+    details = done.usage.input_token_details
+    assert done.text == plain.text
+    assert details.audio_tokens in range(window, 9 * window, window), "whole windows"
+    assert details.text_tokens == 3 * details.audio_tokens // window, "start, language, task"
+    assert done.usage.output_tokens >= len(timed[1].segments[0].tokens)
+    assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     eos = reference_whisper(folder).generation_config.eos_token_id

@@ -108,7 +108,7 @@ def test_what_it_cannot_do_is_named(folder: Path) -> None:
     for options, param in (
         (TranscriptionOptions(language="xx"), "language"),
         (TranscriptionOptions(timestamps=True), "response_format"),
-        (TranscriptionOptions(task="translate"), "task"),
+        (TranscriptionOptions(task="translate"), "model"),
     ):
         with pytest.raises(BadRequest) as caught:
             transcriber.start(options, 100, 1.0)

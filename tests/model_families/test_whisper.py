@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -353,6 +354,34 @@ def test_an_english_model_says_so(tmp_path: Path, listening: Listening) -> None:
     listener.assert_clean()
 
 
+@pytest.mark.parametrize("multilingual", [True, False])
+def test_how_likely_silence_is_equals_the_reference(
+    tmp_path: Path, multilingual: bool, listening: Listening
+) -> None:
+    """Of the model's bare distribution where the language would be said, though the rules forbid the
+    token."""
+    folder = build_tiny_whisper(tmp_path / "silence", seed=4, multilingual=multilingual)
+    listener, window = listening(folder), mel(WINDOW_FRAMES, seed=6)
+    timed, plain = listener.hear(
+        *(
+            (window, TranscriptionOptions(language="en", timestamps=timestamps))
+            for timestamps in (True, False)
+        )
+    )
+    model = reference_whisper(folder)
+    start = torch.tensor([[model.generation_config.decoder_start_token_id]])
+    with torch.no_grad():
+        logits = model(input_features=window[None], decoder_input_ids=start).logits[0, -1]
+    theirs = logits.softmax(-1)[model.generation_config.no_timestamps_token_id - 1].item()
+    assert timed.segments
+    assert plain.segments
+    first = [s for s in timed.segments if s.window_start_s == 0]
+    assert [s.no_speech_prob for s in first] == pytest.approx([theirs] * len(first), rel=1e-4)
+    assert {s.no_speech_prob for s in plain.segments} == {0.0}, "nobody asked"
+    assert timed.text == plain.text
+    listener.assert_clean()
+
+
 def test_an_unknown_language_is_refused_by_name(folder: Path, listening: Listening) -> None:
     listener = listening(folder)
     with pytest.raises(BadRequest, match="de, en, fr") as caught:
@@ -436,10 +465,17 @@ def test_the_likelihood_of_a_window_is_the_references(folder: Path, listening: L
 def test_no_segment_ends_after_its_recording(ladder: WhisperTranscriber, steps: int) -> None:
     """A recording of 0.3 s, filled up to a window: timestamps may lie in the silence behind it."""
     recognition = ladder.start(options_of(timestamps=True), WINDOW_FRAMES, 0.3)
-    assert recognition.next_ask() is not None
+    ask = recognition.next_ask()
+    assert ask is not None
+    assert not ask.is_answer, "how likely silence is"
+    assert recognition.take(answer(ladder, "", -0.1)) == []
+    ask = recognition.next_ask()
+    assert ask is not None
+    assert ask.is_answer
     events = recognition.take(answer(ladder, " hello", -0.1))
     (segment,) = (e for e in events if isinstance(e, TranscriptSegment))
     assert (segment.start_s, segment.end_s) == (0.0, 0.3)
+    assert segment.no_speech_prob == pytest.approx(math.exp(-0.1))
     assert recognition.next_ask() is None
 
 
