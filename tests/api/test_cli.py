@@ -58,6 +58,26 @@ def test_it_says_something_before_it_loads_anything(capsys: pytest.CaptureFixtur
     assert "open to other" not in capsys.readouterr().err
 
 
+def test_ray_that_is_not_installed_is_told_before_anything_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_is_installed", lambda package: False)
+    assert cli.main(["serve", "/nowhere", "--ray"]) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "omnistage: starting; the model is /nowhere"
+    assert last == "omnistage: --ray needs the package ray; install the extra: pip install -e '.[ray]'"
+
+
+def test_errors_of_the_system_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "/nowhere", "--port", str(port)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"omnistage: cannot listen on 127.0.0.1:{port}: address already in use"
+
+
 def parse(*arguments: str) -> ServeOptions:
     return cli.options_of(cli._parser().parse_args(arguments))
 
