@@ -61,6 +61,7 @@ FROM_STAGE = [
     messages.Aborted("r", "thinker"),
     messages.CacheWasReset(3, "thinker"),
     messages.IntegrityReport(4, "thinker", None, False),
+    messages.StageStep("thinker", "loading weights (257 MiB)"),
     messages.StageReady("thinker", "4096 tokens"),
     messages.StageStats("thinker", {"steps_total": 3.0}),
     messages.StageFailed("thinker", BadRequest("no").info()),
