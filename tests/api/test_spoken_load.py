@@ -88,4 +88,5 @@ def test_the_sound_of_answers_whose_client_left_goes_too(kind: str) -> None:
         held = asyncio.run(run())
     finally:
         tracemalloc.stop()
-    assert max(held) - min(held) < 3 * num_clients << 18, f"more than what three rounds hold: {held}"
+    early, late = min(held[: rounds // 2]), min(held[rounds // 2 :])  # what else is held comes and goes
+    assert late - early < 2 * num_clients << 18, f"grows by more than two rounds in five: {held}"
