@@ -282,12 +282,17 @@ def _worker(parsed: argparse.Namespace) -> int:
     from stages.worker_agent import AgentOptions, run_agent
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    server, token = urlsplit(parsed.connect), parsed.token or os.environ.get(TOKEN_VARIABLE)
-    if server.scheme != "tcp" or server.hostname is None or server.port is None:
+    token = parsed.token or os.environ.get(TOKEN_VARIABLE)
+    try:
+        server = urlsplit(parsed.connect)
+        host, port = server.hostname, server.port
+    except ValueError:  # a port beyond 65535, half an address
+        host, port = None, None
+    if host is None or port is None or server.scheme != "tcp":
         return _fail(f"--connect {parsed.connect!r}: want tcp://HOST:PORT")
     if not token:
         return _fail(f"--token or {TOKEN_VARIABLE}: want the server's")
-    options = AgentOptions(server.hostname, server.port, parsed.name, token, parsed.model, parsed.address)
+    options = AgentOptions(host, port, parsed.name, token, parsed.model, parsed.address)
 
     async def run() -> None:
         task = asyncio.current_task()

@@ -44,7 +44,7 @@ BOUNDS = {
     "min_p": Bounds(0, 1),
     "presence_penalty": Bounds(-2, 2),
     "frequency_penalty": Bounds(-2, 2),
-    "repetition_penalty": Bounds(0, 100, above_low=True),
+    "repetition_penalty": Bounds(0.01, 100),
     "logit_bias": Bounds(-100, 100),
     "top_k": Bounds(-1, math.inf),
     "min_tokens": Bounds(0, math.inf),

@@ -13,6 +13,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
     token: str
     name: str
+    version: str = ""  # of omnistage
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot run here; the link ends."""
+
+    reason: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -37,7 +44,7 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-FromAgent = Join | Ended
+FromAgent = Join | Declined | Ended
 ToAgent = Refused | Start | Kill
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode

@@ -239,10 +239,13 @@ _UNITS = {
 }
 
 
+MAX_BYTES = 1 << 60  # an exbibyte: what is larger, infinite or no number is a slip
+
+
 def parse_bytes(value: int | str, where: str) -> int:
     """`256MiB` → bytes. Raises DeploymentError naming `where`."""
     if isinstance(value, int):
-        number, unit = float(value), ""
+        number, unit = float(min(value, MAX_BYTES)), ""
     else:
         text = value.strip()
         digits = text.rstrip("KMGIBkmgib ")
@@ -251,7 +254,7 @@ def parse_bytes(value: int | str, where: str) -> int:
             number = float(digits)
         except ValueError:
             raise DeploymentError(f"{where}: {value!r} is no size; want bytes or e.g. 256MiB") from None
-    if unit not in _UNITS or number < 0:
+    if unit not in _UNITS or not 0 <= number * _UNITS[unit] < MAX_BYTES:
         raise DeploymentError(f"{where}: {value!r} is no size; want bytes or e.g. 256MiB")
     return int(number * _UNITS[unit])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,11 +74,14 @@ def load_deployment(
             text = file.read_text()
         except OSError as error:
             raise DeploymentError(f"deployment {file}: {(error.strerror or str(error)).lower()}") from error
+        except UnicodeDecodeError:
+            raise DeploymentError(f"deployment {file}: not UTF-8") from None
     if text is not None:
         try:
             data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also numbers and lists beyond Python's bounds
             raise DeploymentError(f"deployment {file}: {error}") from error
+    _require_tables(data)
     for override in overrides:
         _apply_override(data, override, pipeline)
     deployment = _convert(data, pipeline)
@@ -106,8 +110,22 @@ def _literal(text: str) -> Any:
     """A TOML value, or the bare text where it is none (`cuda:1`)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
+
+
+def _require_tables(data: dict[str, Any]) -> None:
+    """What must be a table is one, and what must be an array of tables."""
+    tables = {name: data[name] for name in ("stage", *SECTIONS) if name in data}
+    if isinstance(tables.get("stage"), dict):
+        tables |= {f"stage.{name}": table for name, table in tables["stage"].items()}
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise DeploymentError(f"{name}: must be a table, is {table!r}")
+    for name in ("worker", "edge"):
+        array = data.get(name, [])
+        if not isinstance(array, list) or not all(isinstance(entry, dict) for entry in array):
+            raise DeploymentError(f"{name}: must be an array of tables, [[{name}]]")
 
 
 def _convert(data: dict[str, Any], pipeline: Pipeline) -> Deployment:
@@ -152,6 +170,9 @@ def _section(data: Any, cls: type[T], where: str) -> T:
     fields = {f.name for f in msgspec.structs.fields(cls)}
     if isinstance(data, dict) and (unknown := sorted(set(data) - fields)):
         raise DeploymentError(f"{where}.{unknown[0]}: unknown field; there are {', '.join(sorted(fields))}")
+    for field, value in data.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DeploymentError(f"{where}.{field}: must be a finite number, is {value}")
     try:
         return msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
@@ -219,7 +240,7 @@ def _validate_placed(name: str, stage: PlacedConfig) -> None:
     devices = (stage.devices,) if isinstance(stage.devices, str) else stage.devices
     for device in devices:
         kind, _, index = device.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()):
+        if kind not in ("auto", "cpu", "cuda") or (index and not (index.isascii() and index.isdigit())):
             raise DeploymentError(
                 f"stage.{name}.devices: {device!r} is no device; want auto, cpu, cuda or cuda:N"
             )

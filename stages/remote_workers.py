@@ -9,11 +9,13 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from connectors.link import Link
-from stages.agent_messages import Ended, FromAgent, Join, Kill, Refused, Start, from_agent, tell
+from contracts.version import VERSION
+from stages.agent_messages import Declined, Ended, FromAgent, Join, Kill, Refused, Start, from_agent, tell
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +69,14 @@ class RemotePlace:
 
     def kill(self) -> None:
         """Lets the agent go, which ends its worker, and may join again."""
+        self._part_from_agent()
+        self._end_process()
+
+    def _part_from_agent(self) -> None:
+        """The worker that is wanted waits for the next agent."""
         if self._link is not None:
             self._link.close()
             self._link = None
-        self._end_process()
 
     def stop(self) -> None:
         self.kill()
@@ -84,17 +90,23 @@ class RemotePlace:
         loop.call_later(KILL_LIMIT_S, lambda: self.kill() if self._process is process else None)
 
     def _heard(self) -> None:
-        if self._link is None:
+        link = self._link
+        if link is None:
             return
         try:
-            messages = from_agent(self._link)
+            messages = from_agent(link)
         except msgspec.DecodeError as error:
             logger.error("the agent of worker %s cannot be understood: %s", self._name, error)
             self.kill()
             return
         for message in messages:
-            if isinstance(message, Ended):
-                self._end_process()
+            match message:
+                case Ended():
+                    self._end_process()
+                case Declined(reason):
+                    logger.error("worker %s cannot run at %s: %s", self._name, link.peer_host, reason)
+                    self._part_from_agent()
+                    return
         if self._link is not None and self._link.is_ended:
             logger.error("the agent of worker %s is gone", self._name)
             self.kill()
@@ -140,10 +152,10 @@ class Rendezvous:
             stream, _ = self._listener.accept()
             link = Link(stream, GREETING_BYTES)
             self._strangers.append(link)
-            link.watch(lambda: self._heard(link))
-        for link in self._strangers[:-MAX_STRANGERS]:
-            self._strangers.remove(link)
-            link.close()
+            link.watch(partial(self._heard, link))
+        for oldest in self._strangers[:-MAX_STRANGERS]:
+            self._strangers.remove(oldest)
+            oldest.close()
 
     def _heard(self, link: Link) -> None:
         try:
@@ -169,6 +181,8 @@ class Rendezvous:
             first.token.encode(), self.token.encode()
         ):
             return Refused("the token is another one", final=True)
+        if first.version != VERSION:
+            return Refused(f"its omnistage is version {first.version}, this one {VERSION}", final=True)
         if first.name not in self.places:
             known = ", ".join(self.places)
             return Refused(f"no worker {first.name!r} is wanted, only {known}", final=True)

@@ -28,6 +28,7 @@ from stages.control import (
 )
 from stages.edges import ArenaDescription, EdgeEnd
 from stages.encoder_stage import FeatureReader, no_arena
+from stages.fingerprint import checkpoint_fingerprint
 from stages.mailbox import Mailbox
 from stages.options import ServeOptions, for_machine
 from stages.remote_workers import RemotePlace, RemoteProcess, Rendezvous
@@ -186,6 +187,7 @@ class Supervisor:
     # --- processes ------------------------------------------------------------------------------------------
 
     def _spawn(self, worker: _Worker) -> None:
+        from stages.planning import model_folder
         from stages.worker_main import WorkerSetup
 
         spec = worker.spec
@@ -202,6 +204,7 @@ class Supervisor:
             threads=spec.threads,
             heartbeat_s=self._config.heartbeat_s,
             kv_blocks=worker.kv_blocks,
+            checkpoint=checkpoint_fingerprint(model_folder(self._options)) if spec.host else "",
         )
         fds = spec.fds + ((arena.fd,) if arena is not None else ())
         worker.exited.clear()

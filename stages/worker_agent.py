@@ -12,7 +12,9 @@ import msgspec
 
 from connectors.link import Link, connect
 from contracts.errors import EngineError
-from stages.agent_messages import Ended, Join, Kill, Refused, Start, tell, to_agent
+from contracts.version import VERSION
+from stages.agent_messages import Declined, Ended, Join, Kill, Refused, Start, tell, to_agent
+from stages.fingerprint import checkpoint_fingerprint
 from stages.worker_processes import ForkServer, WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ async def run_agent(options: AgentOptions) -> None:
             await session.run()
         finally:
             session.close()
-        logger.warning("the front process is gone, and worker %s with it", options.name)
+        if not session.was_refused:
+            logger.warning("the front process is gone, and worker %s with it", options.name)
         await asyncio.sleep(RETRY_S)
 
 
@@ -71,12 +74,16 @@ class _Session:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        tell(self._link, Join(self._options.token, self._options.name))
+        tell(self._link, Join(self._options.token, self._options.name, VERSION))
         self._link.watch(self._heard)
         self._forks.start()
         await self._over.wait()
         if self._refused is not None and self._refused.final:
             raise EngineError(f"worker {self._options.name} is refused: {self._refused.reason}")
+
+    @property
+    def was_refused(self) -> bool:
+        return self._refused is not None
 
     def close(self) -> None:
         self._link.close()
@@ -86,9 +93,7 @@ class _Session:
         for message in to_agent(self._link):
             match message:
                 case Start(setup):
-                    logger.info("starting worker %s", self._options.name)
-                    setup = self._made_local(setup)
-                    self._worker = self._forks.fork(self._options.name, setup, (), self._ended)
+                    self._start(setup)
                 case Kill():
                     self._kill()
                 case Refused():
@@ -96,6 +101,26 @@ class _Session:
                     logger.error("refused: %s", message.reason)
         if self._link.is_ended:
             self._over.set()
+
+    def _start(self, setup_json: bytes) -> None:
+        from stages.planning import model_folder
+        from stages.worker_main import decode_setup
+
+        setup = decode_setup(self._made_local(setup_json))
+        folder = model_folder(setup.options)
+        try:
+            same = checkpoint_fingerprint(folder) == setup.checkpoint
+            reason = "" if same else f"the checkpoint in {folder} is another one than the front process has"
+        except OSError as error:
+            reason = f"the checkpoint in {folder} cannot be read: {error.strerror}"
+        if reason:
+            tell(self._link, Declined(reason))
+            self._refused = Refused(reason, final=True)
+            self._over.set()
+            return
+        logger.info("starting worker %s", self._options.name)
+        content = msgspec.json.encode(setup, enc_hook=str)
+        self._worker = self._forks.fork(self._options.name, content, (), self._ended)
 
     def _kill(self) -> None:
         if self._worker is not None and self._worker.pid:

@@ -40,6 +40,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # 0: as many as there are cores
     heartbeat_s: float
     kv_blocks: dict[str, int]  # stage → what an earlier life of this worker has measured
+    checkpoint: str = ""  # fingerprint of the front's, for a worker on another machine
     address: str = ""  # of this machine, as the others reach it; "": the route's own
 
 

@@ -119,6 +119,14 @@ def test_a_setting_that_is_none_is_refused_at_once(setting: str, capsys: pytest.
     assert "want NAME.field=value" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:99999", "tcp://[::1", "http://127.0.0.1:80", "127.0.0.1:80"]
+)
+def test_a_worker_is_told_what_to_connect_to(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["worker", "--connect", url, "--name", "lm", "--token", "t"]) == 1
+    assert "want tcp://HOST:PORT" in capsys.readouterr().err
+
+
 def test_bench_hands_over_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Sequence[str]] = []
 

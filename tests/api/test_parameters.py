@@ -26,7 +26,7 @@ COMMON_REFUSED: list[tuple[str, Any]] = [
     *[("top_k", v) for v in ("x", -2, 1.5)],
     *[("presence_penalty", v) for v in ("x", -2.1, 2.1)],
     *[("frequency_penalty", v) for v in ("x", -2.1, 2.1)],
-    *[("repetition_penalty", v) for v in ("x", 0, -1)],
+    *[("repetition_penalty", v) for v in ("x", 0, -1, 1e-45)],
     *[("n", v) for v in ("1", 0, -1, 129, 1.5, True)],
     *[("max_tokens", v) for v in ("5", 0, -1, 1.5, True)],
     *[("min_tokens", v) for v in ("5", -1)],

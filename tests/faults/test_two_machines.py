@@ -13,9 +13,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from contracts.errors import EngineError
+from stages.fingerprint import checkpoint_fingerprint
 from stages.options import ServeOptions
+from stages.remote_workers import Rendezvous
+from stages.worker_agent import AgentOptions, run_agent
+from stages.worker_main import WorkerSetup
 from tests.connectors.test_contract import has_nixl
 from tests.parity.test_matrix import A, B
 from tests.served import TIMEOUT_S, Served, Turn
@@ -108,10 +114,6 @@ def test_workers_on_another_machine_answer_as_one_process_and_come_again(
     [("lm", "wrong", "the token is another one"), ("xy", TOKEN, "no worker 'xy' is wanted")],
 )
 def test_strangers_are_refused(name: str, token: str, reason: str) -> None:
-    from contracts.errors import EngineError
-    from stages.remote_workers import Rendezvous
-    from stages.worker_agent import AgentOptions, run_agent
-
     async def main() -> None:
         rendezvous = Rendezvous(HERE, 0, TOKEN, ["lm"])
         rendezvous.start()
@@ -122,6 +124,76 @@ def test_strangers_are_refused(name: str, token: str, reason: str) -> None:
         rendezvous.close()
 
     asyncio.run(main())
+
+
+@contextlib.contextmanager
+def rendezvous_of(*names: str) -> Iterator[tuple[Rendezvous, int]]:
+    """On the running loop; and its port."""
+    rendezvous = Rendezvous(HERE, 0, TOKEN, names)
+    rendezvous.start()
+    try:
+        yield rendezvous, int(rendezvous.endpoint.rpartition(":")[2])
+    finally:
+        rendezvous.close()
+
+
+def test_a_crowd_of_strangers_keeps_no_agent_out() -> None:
+    async def main() -> None:
+        with rendezvous_of("lm") as (rendezvous, port):
+            crowd = [socket.create_connection((HERE, port)) for _ in range(70)]
+            for number in range(2):  # while they stand there, and when they have left
+                with pytest.raises(EngineError, match="the token is another one"):
+                    await run_agent(AgentOptions(HERE, port, "lm", "wrong"))
+                for stranger in crowd if number == 0 else ():
+                    stranger.close()
+            with pytest.raises(EngineError, match="the token is another one"):
+                await run_agent(AgentOptions(HERE, port, "lm", "wrong"))
+            assert rendezvous._strangers == []
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.worker_agent.VERSION", "0.0.1")
+
+    async def main() -> None:
+        refusal = pytest.raises(EngineError, match=r"its omnistage is version 0\.0\.1, this one")
+        with rendezvous_of("lm") as (_, port), refusal:
+            await run_agent(AgentOptions(HERE, port, "lm", TOKEN))
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+
+
+def test_a_worker_with_another_checkpoint_declines_and_the_next_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    setup = WorkerSetup(
+        name="lm",
+        stages=(),
+        endpoint="",
+        token="",
+        options=ServeOptions(model=tmp_path),
+        edges=(),
+        arena=None,
+        threads=1,
+        heartbeat_s=1.0,
+        kv_blocks={},
+        checkpoint=checkpoint_fingerprint(tmp_path),
+    )
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20).replace(b"\0", b"\1"))
+    ended: list[None] = []
+
+    async def main() -> None:
+        with rendezvous_of("lm") as (rendezvous, port):
+            place = rendezvous.places["lm"]
+            content = msgspec.json.encode(setup, enc_hook=str)
+            place.fork("lm", content, (), lambda: ended.append(None))
+            for _ in range(2):
+                with pytest.raises(EngineError, match="is another one than the front process has"):
+                    await run_agent(AgentOptions(HERE, port, "lm", TOKEN))
+            assert ended == []
+
+    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
 
 
 def test_options_for_another_machine_bring_the_deployment_along(tmp_path: Path) -> None:

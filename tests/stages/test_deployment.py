@@ -82,6 +82,12 @@ def test_talker_and_vocoder_have_sections_too() -> None:
         ("limits.job_timeout_s=0", "limits.job_timeout_s: must be positive"),
         ("cluster.port=70000", "cluster.port: want 0 to 65535, is 70000"),
         ("preprocess.workers=-1", "preprocess.workers: must not be negative"),
+        ("server.request_timeout_s=nan", "server.request_timeout_s: must be a finite number"),
+        ("server.heartbeat_s=inf", "server.heartbeat_s: must be a finite number"),
+        ("thinker.memory=nan", "stage.thinker.memory: must be a finite number"),
+        ("thinker.devices=cuda:²", "stage.thinker.devices: 'cuda:²' is no device"),
+        (f"thinker.max_context={'9' * 5000}", "stage.thinker"),
+        (f"thinker.max_context={'[' * 5000}", "stage.thinker"),
     ],
 )
 def test_refusals_name_stage_and_field(override: str, message: str) -> None:
@@ -98,14 +104,30 @@ def test_refusals_name_stage_and_field(override: str, message: str) -> None:
         ('[[worker]]\nname = "a"\nstages = ["nobody"]\n', "no stage 'nobody'"),
         ('[[edge]]\nsource = "thinker"\ntarget = "vision"\n', "no such edge"),
         ("[limits\n", "deployment"),
+        ("stage = 5\n", "stage: must be a table, is 5"),
+        ("stage = []\n", "stage: must be a table"),
+        ("preprocess = 5\n", "preprocess: must be a table"),
+        ("[stage]\nthinker = 5\n", "stage.thinker: must be a table"),
+        ("worker = 5\n", "worker: must be an array of tables"),
+        ("edge = [5]\n", "edge: must be an array of tables"),
+        (f"a = {'9' * 5000}\n", "deployment"),
+        (f"a = {'[' * 5000}\n", "deployment"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "d.toml"
     file.write_text(text)
-    with pytest.raises(DeploymentError) as caught:
+    for overrides in ((), ("thinker.max_context=512", "preprocess.workers=1")):
+        with pytest.raises(DeploymentError) as caught:
+            load_deployment(PIPELINE, file, overrides)
+        assert message in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "d.toml"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DeploymentError, match="not UTF-8"):
         load_deployment(PIPELINE, file)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +137,7 @@ def test_sizes(text: int | str, expected: int) -> None:
     assert parse_bytes(text, "x") == expected
 
 
-@pytest.mark.parametrize("text", ["lots", "1 XiB", "-5MiB", ""])
+@pytest.mark.parametrize("text", ["lots", "1 XiB", "-5MiB", "", "infGiB", "nanMiB", "1e400", 10**30])
 def test_a_wrong_size_names_its_place(text: str) -> None:
     with pytest.raises(DeploymentError, match=r"^stage\.thinker\.kv_memory: "):
         parse_bytes(text, "stage.thinker.kv_memory")
