@@ -24,6 +24,7 @@ from stages.coordinator import Coordinator
 from stages.deployment import Deployment, DeploymentError, WorkerConfig, num_cores, parse_bytes
 from stages.edges import ArenaDescription, EdgeEnd, ParentEdge, make_edge
 from stages.encoder_stage import no_arena
+from stages.fingerprint import checkpoint_fingerprint
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
 from stages.omni_service import OmniService
@@ -169,7 +170,9 @@ async def _start_processes(
     if cluster is not None:
         stack.push_async_callback(cluster.leave)
     rendezvous = make_rendezvous(plan.deployment, options, groups, cluster)
-    address = "" if rendezvous is None else rendezvous.address
+    address, checkpoint = "", ""
+    if rendezvous is not None:
+        address, checkpoint = rendezvous.address, await asyncio.to_thread(checkpoint_fingerprint, plan.folder)
     for (source, target), connector in plan.connectors.items():
         edges[source, target] = make_edge(plan.deployment, source, target, connector, address)
         stack.callback(edges[source, target].close)
@@ -186,6 +189,7 @@ async def _start_processes(
         on_lost=lambda spec, again: _worker_lost(spec, again, edges, coordinator),
         config=_supervision(plan.deployment),
         rendezvous=rendezvous,
+        checkpoint=checkpoint,
         read=no_arena if preprocessor is None else preprocessor.pool.arena.view,
     )
     coordinator = _make_coordinator(plan, supervisor.send, progress)

@@ -28,7 +28,6 @@ from stages.control import (
 )
 from stages.edges import ArenaDescription, EdgeEnd
 from stages.encoder_stage import FeatureReader, no_arena
-from stages.fingerprint import checkpoint_fingerprint
 from stages.mailbox import Mailbox
 from stages.options import ServeOptions, for_machine
 from stages.remote_workers import RemotePlace, RemoteProcess, Rendezvous
@@ -86,7 +85,9 @@ class _Worker:
 
 class Supervisor:
     """All methods on the front process's loop. `on_lost(stages)` is called when a worker is gone, after its
-    edges were reset by the caller's hook and before its replacement starts."""
+    edges were reset by the caller's hook and before its replacement starts. `checkpoint`: its fingerprint,
+    for
+    workers on other machines."""
 
     def __init__(
         self,
@@ -98,9 +99,11 @@ class Supervisor:
         on_lost: Callable[[WorkerSpec, bool], None],
         config: SupervisorConfig | None = None,
         rendezvous: Rendezvous | None = None,
+        checkpoint: str = "",
         read: FeatureReader = no_arena,
     ) -> None:
         self._rendezvous = rendezvous
+        self._checkpoint = checkpoint
         self._read = read
         self._config = config or SupervisorConfig()
         self._options = options
@@ -187,7 +190,6 @@ class Supervisor:
     # --- processes ------------------------------------------------------------------------------------------
 
     def _spawn(self, worker: _Worker) -> None:
-        from stages.planning import model_folder
         from stages.worker_main import WorkerSetup
 
         spec = worker.spec
@@ -204,7 +206,7 @@ class Supervisor:
             threads=spec.threads,
             heartbeat_s=self._config.heartbeat_s,
             kv_blocks=worker.kv_blocks,
-            checkpoint=checkpoint_fingerprint(model_folder(self._options)) if spec.host else "",
+            checkpoint=self._checkpoint if spec.host else "",
         )
         fds = spec.fds + ((arena.fd,) if arena is not None else ())
         worker.exited.clear()

@@ -11,7 +11,6 @@ stopped or `--seconds` are over: `N.pcm` (int16, 16 kHz) and `N.jsonl` (text, fi
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from scipy.signal import resample_poly
 from tokenizers import Tokenizer
 
 from training.hearing.sentences import HEARD_RATE, PLAIN, VARIED, Said
-from training.speaking.corpus import Pcm
+from training.speaking.corpus import CorpusFile, Pcm
 from training.speaking.sentences import Sentences
 from training.speaking.words import load_words
 
@@ -96,21 +95,15 @@ def open_said(tokenizer: Path) -> Said:
 def write(
     folder: Path, worker: int, texts: Iterable[tuple[int, str]], seconds: float, *, plain: bool
 ) -> None:
-    voices, start = Voices(), 0
-    end_s = time.monotonic() + seconds
-    with (folder / f"{worker}.pcm").open("wb") as sound, (folder / f"{worker}.jsonl").open("w") as index:
+    voices, end_s = Voices(), time.monotonic() + seconds
+    with CorpusFile(folder, worker, with_codes=False) as corpus:
         for number, text in texts:
             if time.monotonic() > end_s:
                 return
             random = np.random.default_rng((worker >= PLAIN, number))
             pcm = voices(text, Manner() if plain else draw_manner(random), random)
-            if not SHORTEST_S <= len(pcm) / HEARD_RATE <= LONGEST_S:
-                continue
-            sound.write(pcm.tobytes())
-            sound.flush()
-            index.write(json.dumps([text, start, len(pcm)]) + "\n")
-            index.flush()
-            start += len(pcm)
+            if SHORTEST_S <= len(pcm) / HEARD_RATE <= LONGEST_S:
+                corpus.add(text, pcm)
 
 
 def main() -> None:

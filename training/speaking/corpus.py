@@ -1,7 +1,8 @@
-"""The corpus as the workers of `synthesis` write it: read while it grows."""
+"""A corpus of speech as workers of a `synthesis` write it, and as it is read while it grows."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -27,6 +28,32 @@ class Utterance:
     @property
     def num_frames(self) -> int:
         return self.num_samples // FRAME
+
+
+class CorpusFile(contextlib.AbstractContextManager["CorpusFile"]):
+    """What one worker writes. An utterance is in the index once all of it is in the files."""
+
+    def __init__(self, folder: Path, worker: int, *, with_codes: bool) -> None:
+        self._stack = contextlib.ExitStack()
+        open_ = self._stack.enter_context
+        self._sound = open_((folder / f"{worker}.pcm").open("wb"))
+        self._codes = open_((folder / f"{worker}.codes").open("wb")) if with_codes else None
+        self._index = open_((folder / f"{worker}.jsonl").open("w"))
+        self._start = 0
+
+    def add(self, text: str, pcm: Pcm, codes: Codes | None = None) -> None:
+        assert (codes is None) == (self._codes is None)
+        self._sound.write(pcm.tobytes())
+        self._sound.flush()
+        if codes is not None and self._codes is not None:
+            self._codes.write(codes.tobytes())
+            self._codes.flush()
+        self._index.write(json.dumps([text, self._start, len(pcm)]) + "\n")
+        self._index.flush()
+        self._start += len(pcm)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 class Corpus:

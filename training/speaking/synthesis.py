@@ -9,7 +9,6 @@ count).
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from hibari import Hibari, dsp
 from hibari.tts import ASSETS
 from tokenizers import Tokenizer
 
-from training.speaking.corpus import Pcm
+from training.speaking.corpus import CorpusFile, Pcm
 from training.speaking.phonetics import FRAME, Codes, frame_codes, leading_frames
 from training.speaking.sentences import Sentences
 from training.speaking.sizes import SAMPLE_RATE
@@ -74,26 +73,14 @@ def open_sentences(tokenizer: Path) -> Sentences:
 
 
 def write(folder: Path, worker: int, workers: int, seconds: float, sentences: Sentences) -> None:
-    voice, start = Voice(), 0
-    end_s = time.monotonic() + seconds
-    with (
-        (folder / f"{worker}.pcm").open("wb") as sound,
-        (folder / f"{worker}.codes").open("wb") as said,
-        (folder / f"{worker}.jsonl").open("w") as index,
-    ):
+    voice, end_s = Voice(), time.monotonic() + seconds
+    with CorpusFile(folder, worker, with_codes=True) as corpus:
         for number, text in enumerate(sentences.training(worker, workers)):
             if time.monotonic() > end_s:
                 return
             pcm, codes = voice(text, seed=number)
-            if not SHORTEST_S <= len(pcm) / SAMPLE_RATE <= LONGEST_S:
-                continue
-            sound.write(pcm.tobytes())
-            sound.flush()
-            said.write(codes.tobytes())
-            said.flush()
-            index.write(json.dumps([text, start, len(pcm)]) + "\n")
-            index.flush()
-            start += len(pcm)
+            if SHORTEST_S <= len(pcm) / SAMPLE_RATE <= LONGEST_S:
+                corpus.add(text, pcm, codes)
 
 
 def main() -> None:

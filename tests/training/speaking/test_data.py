@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.speaking.corpus import Corpus
+from training.speaking.corpus import Corpus, CorpusFile
 from training.speaking.judge_words import distance, words_of
 from training.speaking.phonetics import FRAME, frame_codes, leading_frames, loudness_codes, pitch_codes
 from training.speaking.prompts import NOTHING
@@ -74,6 +74,17 @@ def test_the_corpus_is_read_while_it_grows(tmp_path):
     (found,) = corpus.refresh()
     assert np.array_equal(corpus.sound(found), sound[FRAME:])
     assert np.array_equal(corpus.codes(found), codes[8:].reshape(2, 8))
+
+
+def test_what_a_worker_writes_is_read_at_once(tmp_path):
+    corpus, codes = Corpus(tmp_path), np.arange(16, dtype=np.int16).reshape(2, 8)
+    with CorpusFile(tmp_path, 3, with_codes=True) as written:
+        for value in (5, 6):
+            written.add(f"say {value}", np.full(2 * FRAME, value, np.int16), codes + value)
+            (found,) = corpus.refresh()
+            assert (found.text, found.file, found.num_frames) == (f"say {value}", 3, 2)
+            assert set(corpus.sound(found)) == {value}
+            assert np.array_equal(corpus.codes(found), codes + value)
 
 
 def test_rows_of_text_and_frames_meet_where_the_server_has_them_meet():
