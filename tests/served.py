@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -18,6 +20,9 @@ from contracts.conversation import Conversation, MediaPart, Message, TextPart
 from contracts.media import MediaSource
 from contracts.messages import TokenLogprobs
 from contracts.params import SamplingParams
+from lm_engine.budgets import StepDraft
+from lm_engine.engine import LMEngine
+from lm_engine.scheduler import Scheduler
 from stages.launch import serve_service
 from stages.omni_service import OmniService
 from stages.options import ServeOptions
@@ -90,6 +95,31 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         return self.token_ids[0]
+
+
+@contextlib.contextmanager
+def meeting(num_requests: int) -> Iterator[None]:
+    """LM engines of this process begin with none of so many requests before all have come to them, and decode
+    none before all have their embeddings: however fast the engine is, they run side by side."""
+    has_work, plan_decodes = LMEngine.has_work, Scheduler._plan_decodes
+    have_come = have_all = False
+
+    def once_all_have_come(engine: LMEngine) -> bool:
+        nonlocal have_come
+        have_come = have_come or len(engine._scheduler.requests) >= num_requests
+        return have_come and has_work(engine)
+
+    def once_all_have_all(scheduler: Scheduler, draft: StepDraft) -> None:
+        nonlocal have_all
+        have_all = have_all or (bool(scheduler._decoding) and not scheduler.waits_for_embeddings)
+        if have_all:
+            plan_decodes(scheduler, draft)
+
+    with (
+        mock.patch.object(LMEngine, "has_work", once_all_have_come),
+        mock.patch.object(Scheduler, "_plan_decodes", once_all_have_all),
+    ):
+        yield
 
 
 class Served:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.served import Answer, Served, Turn, hf_messages, picture
+from tests.served import Answer, Served, Turn, hf_messages, meeting, picture
 from tests.tiny_models import FAMILIES, PADDED_VOCAB, VISION_FAMILIES, reference_inputs, reference_model
 
 NEW_TOKENS = 12
@@ -120,7 +120,8 @@ def test_alone(tiny: Callable[[str], Path], family: str, settings: tuple[str, ..
 def test_eight_at_once(tiny: Callable[[str], Path], family: str, settings: tuple[str, ...]) -> None:
     names = (list(scenarios(family)) * 4)[:8]
     with Served(tiny(family), *settings) as served:
-        answers = served.ask_all([scenarios(family)[n] for n in names], max_tokens=NEW_TOKENS, logprobs=5)
+        with meeting(len(names)):
+            answers = served.ask_all([scenarios(family)[n] for n in names], max_tokens=NEW_TOKENS, logprobs=5)
         for name, answer in zip(names, answers, strict=True):
             assert_same(answer, expected(tiny(family), family, name))
         served.assert_clean()
@@ -146,9 +147,10 @@ def test_preempted_midway(tiny: Callable[[str], Path], family: str, overlap: str
         "thinker.prefix_cache=false",
     )
     with Served(folder, *settings) as served:
-        for turns in conversations:  # so that pictures are known and the requests meet in the scheduler
+        for turns in conversations:  # so that pictures are known
             served.ask(turns, max_tokens=1)
-        answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=5)
+        with meeting(len(conversations)):
+            answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=5)
         for turns, answer in zip(conversations, answers, strict=True):
             assert_same(answer, oracle(folder, turns, new_tokens, ignore_eos=True))
         assert served.stats("thinker")["num_preemptions_total"] > 0
@@ -163,7 +165,8 @@ def test_shared_first_image_with_a_different_second(tiny: Callable[[str], Path],
         for turns in conversations:
             assert_same(served.ask(turns, max_tokens=NEW_TOKENS, logprobs=5), oracle(folder, turns))
         served.reset_cache()
-        answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
+        with meeting(len(conversations)):
+            answers = served.ask_all(conversations, max_tokens=NEW_TOKENS, logprobs=5)
         for turns, answer in zip(conversations, answers, strict=True):
             assert_same(answer, oracle(folder, turns))
         served.assert_clean()

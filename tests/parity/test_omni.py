@@ -14,7 +14,7 @@ import torch
 from tests.omni_oracle import Heard, OmniTurn, Oracle, Seen, served_turns, sound
 from tests.parity.test_matrix import assert_same
 from tests.preprocess.films import film
-from tests.served import Served, picture
+from tests.served import Served, meeting, picture
 from tests.tiny_omni import OMNI_FAMILIES, reference_thinker
 
 torch.set_num_threads(1)
@@ -99,7 +99,8 @@ def test_all_at_once(tiny_omni, oracles, family: str, settings: tuple[str, ...])
     names = [*TURNS, "sound", "mixed"]
     with Served(tiny_omni(family), *settings) as served:
         turns = [served_turns(TURNS[name]) for name in names]
-        answers = served.ask_all(turns, max_tokens=NEW_TOKENS, logprobs=3)
+        with meeting(len(turns)):
+            answers = served.ask_all(turns, max_tokens=NEW_TOKENS, logprobs=3)
         for name, answer in zip(names, answers, strict=True):
             assert_same(answer, oracles(family, name))
         assert served.stats("audio")["encoder_items_total"] == 4  # each sound and sound track once
@@ -125,9 +126,10 @@ def test_preempted_midway(tiny_omni, family: str) -> None:
     )
     with Served(folder, *settings) as served:
         conversations = [served_turns(TURNS[name]) for name in names]
-        for turns in conversations:  # so that media are known and the requests meet in the scheduler
+        for turns in conversations:  # so that media are known
             served.ask(turns, max_tokens=1)
-        answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=3)
+        with meeting(len(conversations)):
+            answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=3)
         for answer, reference in zip(answers, expected, strict=True):
             assert_same(answer, reference)
         assert served.stats("thinker")["num_preemptions_total"] > 0

@@ -12,7 +12,7 @@ import pytest
 from contracts.errors import EngineError
 from stages.launch import serve_service
 from stages.options import ServeOptions
-from tests.served import Served
+from tests.served import Served, meeting
 from tests.tiny_models import reference_model
 
 NEW_TOKENS, BLOCK = 40, 4
@@ -33,7 +33,8 @@ def test_the_schedule_changes_nothing(tiny: Callable[[str], Path]) -> None:
     num_blocks = 1 + -(-(2 * longest + NEW_TOKENS) // BLOCK)
     small = (f"thinker.kv_memory={num_blocks * block_bytes}", f"thinker.max_context={longest + NEW_TOKENS}")
     with Served(folder, *FP8, *small, "thinker.long_prefill_cap=7", "thinker.prefix_cache=false") as served:
-        crowded = served.ask_all(ASKED, max_tokens=NEW_TOKENS, ignore_eos=True)
+        with meeting(len(ASKED)):
+            crowded = served.ask_all(ASKED, max_tokens=NEW_TOKENS, ignore_eos=True)
         assert served.stats("thinker")["num_preemptions_total"] > 0
         served.assert_clean()
     assert [a.tokens for a in alone] == [a.tokens for a in again] == [a.tokens for a in crowded]

@@ -25,7 +25,7 @@ from stages.speech_orders import SpeechDesk
 from tests.conftest import nothing_left_behind
 from tests.omni_oracle import Heard, Oracle, Seen, served_turns, sound
 from tests.preprocess.films import film
-from tests.served import Served, conversation, picture
+from tests.served import Served, conversation, meeting, picture
 from tests.spoken import (
     FramesHeard,
     Reference,
@@ -187,7 +187,8 @@ def test_sampled_answers_are_the_same_together_as_alone(roomy: Served, heard, fa
         return list(await asyncio.gather(*(ask(name, seed) for name, seed in asked)))
 
     alone = [roomy.run(ask(name, seed)) for name, seed in asked]
-    together = roomy.run(ask_all())
+    with meeting(len(asked)):
+        together = roomy.run(ask_all())
     assert len({answer.pcm for answer in alone}) == len(asked) == 8
     for one, other in zip(alone, together, strict=True):
         assert one.tokens == other.tokens
@@ -252,12 +253,12 @@ def test_a_thinker_preempted_while_its_talker_speaks(
             return await speak(served, SCENARIOS[name], max_tokens=new_tokens, ignore_eos=True)
 
         async def ask_all() -> list[SpokenAnswer]:
-            with thinkers_held_back(heard):
+            with thinkers_held_back(heard), meeting(len(names)):
                 return list(await asyncio.gather(*map(ask, names)))
 
         alone = [served.run(ask(name)) for name in names]
         assert not speaking_when_preempted
-        for _ in range(5):  # who meets whom in the scheduler is not ours to say
+        for _ in range(5):  # which of them is speaking when room runs out is not ours to say
             for answer, undisturbed, reference in zip(served.run(ask_all()), alone, theirs, strict=True):
                 assert answer.tokens == reference.text
                 assert heard[answer.request_id] == reference.frames
