@@ -38,10 +38,10 @@ def test_of_many_who_build_a_launcher_at_once_the_first_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has seen that it is missing; a second one must not take its place, however late it looks."""
-    from contracts.triton_cache import KeepingCacheManager
+    from contracts.triton_cache import keeping_cache_manager
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    managers = [KeepingCacheManager("ab") for _ in range(8)]
+    managers = [keeping_cache_manager()("ab") for _ in range(8)]
     assert not any(manager.get_file("launcher.so") for manager in managers)
     with ThreadPoolExecutor(8) as threads:
         paths = set(threads.map(lambda m: m.put(str(id(m)).encode(), "launcher.so"), managers))
