@@ -261,15 +261,17 @@ class WhisperRecognition:
         assert self._language is not None
         segments, self._unaligned = self._unaligned, []
         offset_s = segments[0].window_start_s
-        times_s = [
-            min(round(offset_s + position * SECONDS_PER_TIMESTAMP, 2), self._duration_s)
-            for position in first_positions
-        ]
+        times_s = [round(offset_s + at * SECONDS_PER_TIMESTAMP, 2) for at in first_positions]
         first, timed = 0, []
         for segment in segments:
             words: list[TranscriptWord] = []
             for text, num_tokens in words_of(self._text_tokens(segment), self._bytes_of, self._language):
-                start_s, end_s = (times_s[min(i, len(times_s) - 1)] for i in (first, first + num_tokens))
+                # What attention says and what the timestamps say are two opinions, which differ most where
+                # nothing is to be heard; the segment's, told in every format, is the one that stands.
+                start_s, end_s = (
+                    min(max(times_s[min(i, len(times_s) - 1)], segment.start_s), segment.end_s)
+                    for i in (first, first + num_tokens)
+                )
                 words.append(TranscriptWord(start_s=start_s, end_s=end_s, text=text))
                 first += num_tokens
             timed.append(msgspec.structs.replace(segment, words=tuple(words)))

@@ -7,11 +7,13 @@ import asyncio
 import hashlib
 import json
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -530,17 +532,53 @@ def test_tokens_are_laid_as_the_reference_lays_them(
     listener.assert_clean()
 
 
-def test_words_have_times_in_their_segments_order(folder: Path, listening: Listening) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_words_have_times_in_their_segments_order(folder: Path, listening: Listening, silent: bool) -> None:
     listener = listening(folder)
-    plain, timed = listener.hear((mel(250, 3), options_of()), (mel(250, 3), options_of(words=True)))
+    sound = torch.full((NUM_MELS, 250), -1.0) if silent else mel(250, 3)
+    plain, timed = listener.hear((sound, options_of()), (sound, options_of(words=True)))
     assert timed.text == plain.text
     assert [s.text for s in timed.segments] == ["".join(w.text for w in s.words) for s in timed.segments]
     for segment in timed.segments:
         times = [t for word in segment.words for t in (word.start_s, word.end_s)]
         assert times == sorted(times)
-        assert all(segment.window_start_s <= t <= 2.5 for t in times)
+        assert all(segment.start_s <= t <= segment.end_s <= 2.5 for t in times)
     assert not any(segment.words for segment in plain.segments)
+    assert any(segment.words for segment in timed.segments)
     listener.assert_clean()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_words_stay_in_their_segments_wherever_attention_lays_them(
+    ladder: WhisperTranscriber, seed: int
+) -> None:
+    """On silence what is attended to says nothing of when something was said: any order of positions that
+    never goes back, against any segments that do not overlap."""
+    draw = random.Random(seed)
+    generation = ladder.generation
+    recognition = ladder.start(options_of(words=True, temperature=0.5), WINDOW_FRAMES, 1.5)
+    assert recognition.next_ask() is not None
+    bounds = sorted(draw.choices(range(WINDOW_POSITIONS), k=8))
+    ids = [generation.first_timestamp]
+    for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+        ids += [generation.first_timestamp + start] * (len(ids) > 1)
+        ids += [*ladder.tokenizer.encode(" well then, so"), generation.first_timestamp + end]
+    said = answer(ladder, "", -0.1)
+    ids.append(generation.eos_token_id)
+    logprobs = tuple(said.logprobs[:1]) * len(ids)
+    recognition.take(msgspec.structs.replace(said, token_ids=tuple(ids), logprobs=logprobs))
+    ask = recognition.next_ask()
+    assert ask is not None
+    assert ask.align is not None
+    laid = sorted(draw.choices(range(WINDOW_POSITIONS), k=ask.align.num_tokens))
+    events = recognition.take(msgspec.structs.replace(said, alignment=tuple(laid)))
+    segments = [event for event in events if isinstance(event, TranscriptSegment)]
+    assert len(segments) == 4
+    assert all(segment.words for segment in segments)
+    for segment in segments:
+        assert all(segment.start_s <= w.start_s <= w.end_s <= segment.end_s for w in segment.words)
+    times = [t for segment in segments for word in segment.words for t in (word.start_s, word.end_s)]
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(
