@@ -14,7 +14,7 @@ import msgspec
 from api.metrics import Metrics
 from api.responses import Usage
 from api.sample_text import SampleText, TextDelta, TextOptions
-from contracts.errors import EngineError, OmnistageError
+from contracts.errors import EngineError, NoSpeech, OmnistageError
 from contracts.messages import SampleDelta
 from stages.service import AudioChunk, Event, GenerationRequest, PromptReady, Service, Tokens
 
@@ -168,6 +168,8 @@ class Generation:
 
     def _account(self, error: BaseException | None) -> None:
         failed = isinstance(error, Exception)  # a cancellation is the client leaving
+        if isinstance(error, NoSpeech):
+            self._metrics.speech_mute.inc()
         if self.prompt is None:
             if failed:
                 self._metrics.rejected(error.status if isinstance(error, OmnistageError) else 500)

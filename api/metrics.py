@@ -123,6 +123,7 @@ class Metrics:
         self.ttfa_s = histogram("omnistage:time_to_first_audio_seconds", "Arrival to first sound.", _TTFT_S)
         self.audio_s = counter("omnistage:audio_seconds", "Seconds of speech handed out.")
         self.speech_cut = counter("omnistage:speech_cut", "Spoken answers ended at their bound.")
+        self.speech_mute = counter("omnistage:speech_mute", "Texts of which no sound came.")
         self.transcribed_s = counter("omnistage:transcribed_seconds", "Seconds of sound transcribed.")
         self.itl_s = histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", _TOKEN_S)
         self.tpot_s = histogram(

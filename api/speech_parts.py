@@ -6,9 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import Literal
 
 from api.generation import Generation
-from contracts.errors import EngineError, TooManyRequests
+from contracts.errors import NoSpeech, TooManyRequests
 from stages.service import AudioChunk
 
 
@@ -60,6 +61,10 @@ class _Piece:
                 return part
         return None
 
+    def check_said(self) -> None:
+        if not self.generation.num_audio_samples:
+            raise NoSpeech("the model ended its speech before it began; try another text")
+
     async def close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         self._first.cancel()
         await asyncio.gather(self._first, return_exceptions=True)
@@ -74,16 +79,24 @@ class SpeechParts:
     """
 
     def __init__(
-        self, makers: Iterable[Callable[[], Generation]], departure: Callable[[], asyncio.Event]
+        self,
+        makers: Iterable[Callable[[], Generation]],
+        departure: Callable[[], asyncio.Event],
+        *,
+        goes_on: bool,
     ) -> None:
-        """`departure`: see `stages.service.Service.departure`."""
+        """`departure`: see `stages.service.Service.departure`. `goes_on`: a piece that stays mute after
+        others have sounded does not keep those behind it from being heard; `check_said` tells of it then."""
         self._makers = deque(makers)
+        self._num_pieces = len(self._makers)
         self._departure = departure
+        self._goes_on = goes_on
+        self._mute: list[int] = []  # numbers of pieces, from 1
         self._open: deque[_Piece] = deque()
         self._begun = False
         self.num_prompt_tokens = 0
         self.num_samples = 0
-        self.cut = False  # a piece was ended at its bound
+        self._cut = False  # a piece was ended at its bound
 
     async def __aenter__(self) -> SpeechParts:
         self._open_next()
@@ -101,30 +114,50 @@ class SpeechParts:
             self._begun = True
 
     async def next(self) -> bytes | None:
-        """The next samples, float32 little-endian; None after the last. Raises EngineError when a piece was
-        ended before it began, so that no part of a text is left out unsaid."""
+        """The next samples, float32 little-endian; None after the last. Raises NoSpeech for a piece that
+        ended before it began, unless the speech `goes_on` without it."""
         while self._open:
             piece = self._open[0]
-            chunk = await piece.next()
+            try:
+                chunk = await piece.next()
+                if chunk is None:
+                    piece.check_said()
+            except NoSpeech as error:
+                if not (self._goes_on and self.num_samples):
+                    raise
+                self._mute.append(self._num_pieces - len(self._makers) - len(self._open) + 1)
+                await self._leave(piece, error)
+                continue
             if chunk is None:
                 await self._leave(piece)
                 continue
+            self._cut |= chunk.finish_reason == "length"
+            if not chunk.samples:
+                continue
+            self.num_samples += len(chunk.samples) // 4
             if len(self._open) == 1:
                 self._open_next()
-            self.num_samples += len(chunk.samples) // 4
-            self.cut |= chunk.finish_reason == "length"
-            if chunk.samples:
-                return chunk.samples
+            return chunk.samples
         return None
 
-    async def _leave(self, piece: _Piece) -> None:
+    @property
+    def finish_reason(self) -> Literal["stop", "length"]:
+        return "length" if self._cut else "stop"
+
+    def check_said(self) -> None:
+        """At the end: raises NoSpeech where a part of the text was left unsaid."""
+        if not self._mute:
+            return
+        numbers = ", ".join(map(str, self._mute))
+        raise NoSpeech(
+            f"of {self._num_pieces} parts of the text that were spoken one after another, part {numbers}"
+            " stayed without sound: the model ended it before it began; speak that part again"
+        )
+
+    async def _leave(self, piece: _Piece, error: NoSpeech | None = None) -> None:
         assert piece.generation.prompt is not None
-        if not piece.generation.num_audio_samples:
-            raise EngineError(
-                "the model ended its speech before it began; try another text", code="empty_speech"
-            )
         self.num_prompt_tokens += len(piece.generation.prompt.prompt_token_ids)
         self._open.popleft()
-        await piece.close(None, None)
+        await piece.close(None if error is None else type(error), error)
         if not self._open:
             self._open_next()

@@ -15,6 +15,7 @@ OmnistageError
 ├── ServiceUnavailable (503)         a required stage is missing, draining or over capacity
 ├── RequestTimeout (504)             the request outlived its time limit
 └── EngineError (500)                our fault; the process goes on
+    ├── NoSpeech                     a text was given to a talker that made no sound of it
     └── PeerLost                     the other end of an edge is gone
 """
 
@@ -154,6 +155,10 @@ class RequestTimeout(OmnistageError):
 
 class EngineError(OmnistageError):
     default_code = "engine_error"
+
+
+class NoSpeech(EngineError):
+    default_code = "no_speech"
 
 
 class PeerLost(EngineError):

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
-from contracts.errors import EngineError, OmnistageError, ServiceUnavailable
+from contracts.errors import EngineError, NoSpeech, OmnistageError, ServiceUnavailable
 from contracts.messages import (
     Abort,
     Aborted,
@@ -299,7 +299,7 @@ class Coordinator:
             return False
         message = "the talker ended before its first frame, so there is no audio; try again with another seed"
         talker = self._routes.speech_path[1]
-        self._fail(request, EngineError(message, stage=talker, code="no_speech"))
+        self._fail(request, NoSpeech(message, stage=talker))
         return True
 
     # --- stages that come and go ------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from vocoder.containers.formats import FORMATS
 
 PIECE_CHARS = 400  # of a long text: some 25 s of speech
 DEFAULT_FORMAT = "mp3"
+FINISH_HEADER = "x-omnistage-finish-reason"  # of a whole file: what `speech.audio.done` says of a stream
 
 
 class SpeechRequest(msgspec.Struct, kw_only=True):
@@ -121,7 +122,7 @@ async def _speech(api: Api, request: Request) -> ASGIApp:
     match body.stream_format:
         case None | "audio" if body.stream is False:
             whole = await unless_disconnected(request.receive, _whole(api, job))
-            return client_left() if whole is None else Response(whole, media_type=mime)
+            return client_left() if whole is None else whole
         case None | "audio":
             return ByteStream(mime, partial(_stream_bytes, api, job), stall_s)
         case "sse":
@@ -171,12 +172,14 @@ def _generation(api: Api, job: SpeechJob, piece: str) -> Generation:
 
 
 @asynccontextmanager
-async def _spoken(api: Api, job: SpeechJob) -> AsyncIterator[tuple[SpeechParts, SpeechEncoder]]:
+async def _spoken(
+    api: Api, job: SpeechJob, *, goes_on: bool
+) -> AsyncIterator[tuple[SpeechParts, SpeechEncoder]]:
     rate = api.service.card.sample_rate
     assert rate is not None, "a model with voices has a rate"
     encoder = SpeechEncoder(job.format, rate, job.speed)
     makers = [partial(_generation, api, job, piece) for piece in job.pieces]
-    async with SpeechParts(makers, api.service.departure) as parts:
+    async with SpeechParts(makers, api.service.departure, goes_on=goes_on) as parts:
         yield parts, encoder
 
 
@@ -188,28 +191,32 @@ async def _encoded(parts: SpeechParts, encoder: SpeechEncoder) -> AsyncIterator[
     yield await encoder.finish()
 
 
-async def _whole(api: Api, job: SpeechJob) -> bytes:
-    async with _spoken(api, job) as (parts, encoder):
+async def _whole(api: Api, job: SpeechJob) -> Response:
+    async with _spoken(api, job, goes_on=False) as (parts, encoder):
         pieces = [data async for data in _encoded(parts, encoder)]
-    return encoder.with_sizes(b"".join(pieces))
+    sound = encoder.with_sizes(b"".join(pieces))
+    return Response(sound, media_type=encoder.mime, headers={FINISH_HEADER: parts.finish_reason})
 
 
 async def _stream_bytes(api: Api, job: SpeechJob, writer: EventWriter) -> None:
-    async with _spoken(api, job) as (parts, encoder):
+    """A body has no place for an error: of a text that was not said in full it stays without its end."""
+    async with _spoken(api, job, goes_on=True) as (parts, encoder):
         async for data in _encoded(parts, encoder):
             await writer.write(data)
+    parts.check_said()
     await writer.write(b"", last=True)
 
 
 async def _stream_events(api: Api, job: SpeechJob, writer: EventWriter) -> None:
     base64 = Base64Pieces()
-    async with _spoken(api, job) as (parts, encoder):
+    async with _spoken(api, job, goes_on=True) as (parts, encoder):
         async for data in _encoded(parts, encoder):
             if text := base64.push(data):
                 await writer.write(event(SpeechDelta(text)))
-    tail = base64.finish()
+    if tail := base64.finish():
+        await writer.write(event(SpeechDelta(tail)))
+    parts.check_said()
     frame = api.service.card.samples_per_frame or 1
     num_frames = -(-parts.num_samples // frame)
     usage = SpeechUsage(parts.num_prompt_tokens, num_frames, parts.num_prompt_tokens + num_frames)
-    done = event(SpeechDone(usage, "length" if parts.cut else "stop"))
-    await writer.write((event(SpeechDelta(tail)) if tail else b"") + done, last=True)
+    await writer.write(event(SpeechDone(usage, parts.finish_reason)), last=True)

@@ -25,7 +25,7 @@ from api.responses import (
 from api.routes.base import Api, new_id
 from api.sample_text import ScoredToken
 from api.sse import DONE, EventWriter, event
-from contracts.errors import EngineError
+from contracts.errors import NoSpeech
 from stages.service import AudioChunk
 
 # As chat clients call them → the container's name.
@@ -63,7 +63,7 @@ class _Ending:
 
     def check_said(self) -> None:
         if "".join(self.text).strip() and not self.num_samples:
-            raise EngineError("the model ended its speech before it began; try again", code="empty_speech")
+            raise NoSpeech("the model ended its speech before it began; try again")
 
 
 def _encoder(api: Api, job: ChatJob) -> SpeechEncoder:
@@ -87,8 +87,8 @@ async def answer(api: Api, job: ChatJob) -> ChatCompletion:
             else:
                 for step in part:
                     ending.take_text(step)
+        ending.check_said()
         usage = group.usage()
-    ending.check_said()
     sound += await encoder.finish()
     text = "".join(ending.text)
     audio = AnswerAudio(

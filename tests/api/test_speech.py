@@ -9,6 +9,7 @@ import struct
 from typing import Any
 
 import av
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -17,7 +18,7 @@ from api.settings import ApiSettings
 from api.speech_text import pieces_of
 from contracts.errors import EngineError, TooManyRequests
 from tests.api.fakes import Script, ScriptedService
-from tests.api.serving import client, events_of, post, running
+from tests.api.serving import TIMEOUT_S, client, events_of, post, running
 from tests.api.spoken_fakes import SAMPLE_RATE, SAMPLES_PER_FRAME, SpeakingService, SpeechScript, speech_of
 from tests.api.test_disconnect import connected, metric
 from vocoder.containers.encoder import AudioEncoder
@@ -205,21 +206,80 @@ def test_voices_are_listed() -> None:
 def test_speech_that_ends_before_it_begins_is_an_error(body: dict[str, Any]) -> None:
     response = speak(SpeakingService(speech=SpeechScript(silent=True)), **body)
     assert response.status_code == 500
-    assert response.json()["error"]["code"] == "empty_speech"
+    assert response.json()["error"]["code"] == "no_speech"
 
 
-def test_no_piece_of_a_long_text_is_left_out_unsaid() -> None:
-    async def run() -> None:
-        service = SpeakingService(speech=SpeechScript(silent_on="number 20 "))
-        body = {"input": LONG, "response_format": "pcm"}
-        async with running(service) as server, connected(server.port, body, SPEECH) as (reader, _):
-            received = b""
-            while more := await reader.read(1 << 16):
-                received += more
-            assert len(received) > 1000
-            assert not received.endswith(b"0\r\n\r\n")
+def mute_on(words: str) -> SpeakingService:
+    return SpeakingService(speech=SpeechScript(silent_on=words))
 
-    asyncio.run(run())
+
+async def read_into(received: bytearray, response: httpx.Response) -> None:
+    async for data in response.aiter_raw():
+        received += data
+
+
+def others(service: SpeakingService, words: str) -> np.ndarray:
+    """What was said but for the pieces that hold `words`."""
+    texts = [flow.request.speech.verbatim or "" for flow in service.flows.values() if flow.request.speech]
+    return np.concatenate([speech_of(text) for text in texts if words not in text])
+
+
+@pytest.mark.parametrize("container", ["pcm", "wav", "mp3", "opus", "aac", "flac"])
+@pytest.mark.parametrize("words", ["number 20 ", "number 39 "])
+def test_a_mute_piece_keeps_no_other_from_being_heard_and_the_body_from_ending(
+    container: str, words: str
+) -> None:
+    """In the middle and at the end. What came of the sound plays; no client takes the body for whole."""
+
+    async def run() -> tuple[bytes, SpeakingService, float]:
+        service, received = mute_on(words), bytearray()
+        async with running(service) as server:
+            body = {"input": LONG, "response_format": container}
+            async with (
+                httpx.AsyncClient(timeout=TIMEOUT_S) as http,
+                http.stream("POST", server.url + SPEECH, json=body) as response,
+            ):
+                assert response.status_code == 200
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await read_into(received, response)
+            return bytes(received), service, await metric(server.url, "omnistage:speech_mute_total")
+
+    received, service, num_mute = asyncio.run(run())
+    assert num_mute == 1
+    encoder = AudioEncoder(container, SAMPLE_RATE)
+    whole = encoder.encode(others(service, words)) + encoder.finish()
+    if container in ("pcm", "wav"):
+        assert received == whole
+    else:
+        assert decoded(received) == encoder.num_decoded_samples
+    assert [flow.outcome for flow in service.flows.values()].count("completed") == len(service.flows)
+
+
+def test_a_mute_piece_is_told_by_an_error_event_behind_the_others() -> None:
+    service = mute_on("number 20 ")
+    response = speak(service, input=LONG, response_format="pcm", stream_format="sse")
+    *deltas, last = events_of(response)
+    sound = base64.b64decode("".join(delta["audio"] for delta in deltas), validate=True)
+    assert len(pcm_of(sound)) == len(others(service, "number 20 "))
+    assert last["error"]["code"] == "no_speech"
+    assert f"{len(service.flows)} parts" in last["error"]["message"]
+    assert "part 3 " in last["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        *(({}, "number 0 "), ({"stream_format": "sse"}, "number 0 ")),
+        *(({"stream": False}, "number 0 "), ({"stream": False}, "number 20 ")),
+    ],
+)
+def test_a_mute_piece_is_an_error_where_nothing_was_sent_yet(body: dict[str, Any], words: str) -> None:
+    service = mute_on(words)
+    response = speak(service, input=LONG, **body)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "no_speech"
+    spoken = [f.request.speech.verbatim or "" for f in service.flows.values() if f.request.speech]
+    assert words in spoken[-1], "nothing is spoken that nobody will hear"
 
 
 def test_speech_cut_at_its_bound_is_told() -> None:
@@ -236,6 +296,16 @@ def test_speech_cut_at_its_bound_is_told() -> None:
     text, num_cut = asyncio.run(run())
     assert '"finish_reason":"length"' in text
     assert num_cut == 1
+    for end in ("length", "stop"):
+        whole = speak(SpeakingService(speech=SpeechScript(end=end)), stream=False)
+        assert whole.headers["x-omnistage-finish-reason"] == end
+
+
+def test_a_piece_cut_at_its_bound_keeps_no_other_from_being_heard() -> None:
+    service = SpeakingService(speech=SpeechScript(end="length"))
+    body = speak(service, input=LONG, response_format="pcm").content
+    assert len(service.flows) > 3
+    assert len(pcm_of(body)) == len(others(service, "nothing of this kind"))
 
 
 def test_an_error_in_mid_speech_leaves_the_body_unfinished() -> None:

@@ -168,7 +168,7 @@ def test_speech_cut_at_its_bound_or_missing_is_told() -> None:
         cut = ask(SpeakingService(speech=SpeechScript(end="length")), stream=stream)
         assert '"finish_reason":"length"' in cut.text
         missing = ask(SpeakingService(speech=SpeechScript(silent=True)), stream=stream)
-        assert '"empty_speech"' in missing.text
+        assert '"no_speech"' in missing.text
         assert "[DONE]" not in missing.text
 
 
