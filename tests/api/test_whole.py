@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from PIL import Image
 
 from stages.launch import serve_service
 from stages.options import ServeOptions
 from tests.api.serving import TIMEOUT_S, running
+from tests.preprocess.samples import data_url as url_of
+from tests.preprocess.samples import encode
 from tests.served import data_url, picture
+from tests.tiny_models import build_tiny, reference_inputs
 
 Tiny = Callable[..., Path]
 PARTS = [
@@ -21,6 +26,24 @@ PARTS = [
     {"type": "image_url", "image_url": {"url": data_url(picture(1))}},
     {"type": "text", "text": "?"},
 ]
+
+BAD_URLS = (
+    *(
+        "data:image/png;base64,AAAA",
+        "data:image/png,abc",
+        "data:,abc",
+        "data:image/png;base64",
+        "iVBORw0KGgo=",
+    ),
+    *("/etc/hostname", "file:/etc/hostname", "http://127.0.0.1:1/a"),
+    url_of(encode(picture(1))[:-40]),
+    url_of(encode(picture(1, 1093, 5))),  # longer than 200 times its height
+    url_of(encode(picture(1, 5, 1093))),
+    url_of(b"this is no picture"),
+    url_of(b""),
+    url_of(b"\0\0\0\x1cftypheic\0\0\0\0mif1heicmiaf" + bytes(64)),
+    url_of(encode(Image.new("1", (12_000, 12_000)))),
+)
 
 
 def with_model(folder: Path, use: Callable[[openai.AsyncOpenAI, str], Awaitable[Any]]) -> Any:
@@ -80,12 +103,7 @@ def test_pictures_text_and_stops(tiny: Tiny) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_pictures_and_lengths_are_refused(tiny: Tiny, stream: bool) -> None:
     async def use(client: openai.AsyncOpenAI, model: str) -> None:
-        for url in (
-            "data:image/png;base64,AAAA",
-            "data:image/png,abc",
-            "/etc/hostname",
-            "http://127.0.0.1:1/a",
-        ):
+        for url in BAD_URLS:
             part = {"type": "image_url", "image_url": {"url": url}}
             await refused(
                 client, model, stream, [{"type": "text", "text": "a"}, part], "messages[0].content[1]"
@@ -93,6 +111,63 @@ def test_bad_pictures_and_lengths_are_refused(tiny: Tiny, stream: bool) -> None:
         await refused(client, model, stream, "a" * 100_000, "messages")
 
     with_model(tiny("qwen2_5_vl"), use)
+
+
+def test_pictures_of_any_kind_and_size_are_counted(tiny: Tiny) -> None:
+    """IMG-07, IMG-10, IMG-12, IMG-14, IMG-16: none vanishes; grey may stand beside colour, a dot beside a
+    poster."""
+    sizes = [(1, 1), (1, 1), (918, 1850), (257, 27), (500, 19), (1000, 5), (100, 1)]
+    pictures = [picture(n, *size) for n, size in enumerate(sizes)]
+    urls = [url_of(encode(image)) for image in pictures]
+    for image, format_name, options in (
+        (pictures[2].convert("L"), "JPEG", {}),
+        (pictures[2], "JPEG", {}),
+        (pictures[3], "WEBP", {"lossless": True}),
+        (pictures[3], "WEBP", {}),
+    ):
+        pictures.append(image)
+        urls.append(url_of(encode(image, format_name, **options), f"image/{format_name.lower()}"))
+
+    async def use(client: openai.AsyncOpenAI, model: str) -> None:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": "which?"}]}]
+        answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=2)
+        shown = [{"role": "user", "content": [{"type": "image"}] * len(pictures)}]
+        theirs = reference_inputs(tiny("qwen2_5_vl"), shown, [image.convert("RGB") for image in pictures])
+        details = answer.usage.prompt_tokens_details
+        assert details.image_tokens == int(theirs["mm_token_type_ids"].sum())
+
+    with_model(tiny("qwen2_5_vl"), use)
+
+
+def test_a_picture_costs_what_is_asked_for(tmp_path: Path) -> None:
+    """IMG-26: `detail`, and `max_pixels` in the part or beside it; the streamed usage tells the same."""
+    folder = build_tiny("qwen2_5_vl", tmp_path / "model")
+    config = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(config | {"max_pixels": 1_000_000}))
+    url = url_of(encode(picture(1, 700, 700)))
+
+    async def use(client: openai.AsyncOpenAI, model: str) -> None:
+        async def num_tokens(**part: Any) -> int:
+            messages: Any = [{"role": "user", "content": [{"type": "image_url", **part}]}]
+            fields: Any = {"model": model, "messages": messages, "max_tokens": 1}
+            plain = await client.chat.completions.create(**fields)
+            stream = await client.chat.completions.create(
+                **fields, stream=True, stream_options={"include_usage": True}
+            )
+            (last,) = [chunk.usage async for chunk in stream if chunk.usage is not None]
+            assert last.prompt_tokens == plain.usage.prompt_tokens
+            counts = {u.prompt_tokens_details.image_tokens for u in (last, plain.usage)}
+            assert len(counts) == 1
+            return int(counts.pop())
+
+        assert await num_tokens(image_url={"url": url}) == 25 * 25
+        assert await num_tokens(image_url={"url": url, "detail": "high"}) == 25 * 25
+        assert await num_tokens(image_url={"url": url, "detail": "low"}) == 16 * 16
+        assert await num_tokens(image_url={"url": url, "max_pixels": 3600}) == 2 * 2
+        assert await num_tokens(image_url={"url": url}, max_pixels=3600) == 2 * 2
+
+    with_model(folder, use)
 
 
 async def refused(client: openai.AsyncOpenAI, model: str, stream: bool, content: Any, param: str) -> None:
