@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from model_families.registry import open_family
+from tests.parity.preempting import Tight
 from tests.served import Answer, Served, Turn, hf_messages, meeting, picture
 from tests.tiny_models import FAMILIES, PADDED_VOCAB, VISION_FAMILIES, reference_inputs, reference_model
 
@@ -57,9 +59,11 @@ def scenarios(family: str) -> dict[str, Sequence[Turn]]:
 
 
 @cache
-def expected(folder: Path, family: str, name: str) -> tuple[list[int], torch.Tensor]:
+def expected(
+    folder: Path, family: str, name: str, new_tokens: int = NEW_TOKENS, ignore_eos: bool = False
+) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of the oracle, and its log-probabilities at each of their positions."""
-    return oracle(folder, scenarios(family)[name])
+    return oracle(folder, scenarios(family)[name], new_tokens, ignore_eos)
 
 
 @torch.no_grad()
@@ -127,33 +131,24 @@ def test_eight_at_once(tiny: Callable[[str], Path], family: str, settings: tuple
         served.assert_clean()
 
 
-@pytest.mark.parametrize("overlap", ["true", "false"])
+UNCACHED = ("vision.embedding_cache=0", "vision.embedding_cache_host=0")
+
+
+@pytest.mark.parametrize("loop", ["overlapped", "plain"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preempted_midway(tiny: Callable[[str], Path], family: str, overlap: str) -> None:
-    """Two prompts fit the KV pool and their answers do not: whoever comes second is preempted and resumes."""
-    folder, new_tokens = tiny(family), 48
-    conversations = [[("user", [f"{word} there, the answer is"])] for word in ("hello", "who is", "out")]
-    if family in VISION_FAMILIES:
-        conversations = [conversations[0], IMAGES["1 image"], IMAGES["image in an earlier turn"]]
-    lengths = [reference_inputs(folder, *hf_messages(c))["input_ids"].shape[1] for c in conversations]
-    config = reference_model(folder).config.get_text_config()
-    block_bytes = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4
-    num_blocks = 1 + -(-(2 * max(lengths) + new_tokens) // 4)
-    settings = (
-        f"thinker.kv_memory={num_blocks * block_bytes}",
-        "thinker.block_size=4",
-        f"thinker.overlap={overlap}",
-        f"thinker.max_context={max(lengths) + new_tokens}",
-        "thinker.prefix_cache=false",
-    )
+def test_preempted_midway(tiny: Callable[[str], Path], family: str, loop: str) -> None:
+    """Each conversation in turn, its pictures taken from a cache again (in the overlapped loop) or encoded
+    again."""
+    folder, asked = tiny(family), scenarios(family)
+    length = {n: reference_inputs(folder, *hf_messages(t))["input_ids"].shape[1] for n, t in asked.items()}
+    tight = Tight(max(length.values()), 24)
+    settings = tight.settings(open_family(folder).decoder_config.kv_bytes_per_token(torch.float32))
+    if loop == "plain":
+        settings += ("thinker.overlap=false", *(UNCACHED if family in VISION_FAMILIES else ()))
     with Served(folder, *settings) as served:
-        for turns in conversations:  # so that pictures are known
-            served.ask(turns, max_tokens=1)
-        with meeting(len(conversations)):
-            answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=5)
-        for turns, answer in zip(conversations, answers, strict=True):
-            assert_same(answer, oracle(folder, turns, new_tokens, ignore_eos=True))
-        assert served.stats("thinker")["num_preemptions_total"] > 0
+        for name, turns in asked.items():
+            reference = expected(folder, family, name, tight.new_tokens, True)
+            assert_same(tight.answer(served, turns, length[name], logprobs=5), reference)
         served.assert_clean()
 
 

@@ -1,5 +1,4 @@
-"""The omni families' thinkers against `transformers` generate: the same tokens and log-probabilities for
-text,
+"""The omni families' thinkers against `transformers` generate: the same tokens and log-probabilities of text,
 pictures, sound and video, whatever the schedule."""
 
 from __future__ import annotations
@@ -11,11 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from contracts.errors import BadRequest
+from model_families.registry import open_family
 from tests.omni_oracle import Heard, OmniTurn, Oracle, Seen, served_turns, sound
+from tests.parity.preempting import Tight
 from tests.parity.test_matrix import assert_same
 from tests.preprocess.films import film
 from tests.served import Served, meeting, picture
-from tests.tiny_omni import OMNI_FAMILIES, reference_thinker
+from tests.spoken import speak
+from tests.tiny_omni import OMNI_FAMILIES
 
 torch.set_num_threads(1)
 NEW_TOKENS = 10
@@ -107,30 +110,36 @@ def test_all_at_once(tiny_omni, oracles, family: str, settings: tuple[str, ...])
         served.assert_clean()
 
 
+def test_a_thinker_that_is_all_of_its_checkpoint(tiny_omni, oracles, family: str) -> None:
+    """The same answers, and no voice to ask for."""
+    with Served(tiny_omni(family, thinker_only=True), *WIDE) as served:
+        assert {health.stage for health in served.service.health()} == {
+            *("preprocess", "vision", "audio", "thinker")
+        }
+        names = list(TURNS)
+        with meeting(len(names)):
+            answers = served.ask_all(
+                [served_turns(TURNS[n]) for n in names], max_tokens=NEW_TOKENS, logprobs=3
+            )
+        for name, answer in zip(names, answers, strict=True):
+            assert_same(answer, oracles(family, name))
+        assert served.service.card.output_modalities == ("text",)
+        with pytest.raises(BadRequest, match="it has no voice"):
+            served.run(speak(served, list(TURNS["text"])))
+        served.assert_clean()
+
+
 def test_preempted_midway(tiny_omni, family: str) -> None:
-    """Two prompts fit the KV pool and their answers do not: whoever comes second is preempted and resumes."""
-    folder, new_tokens = tiny_omni(family), 40
-    names = ("text", "video with sound", "sound")
+    """Each conversation in turn."""
+    folder, new_tokens = tiny_omni(family), 16
     with Served(folder, *WIDE) as served:
         oracle = Oracle(folder, family, served)
-        expected = [oracle(TURNS[name], new_tokens, ignore_eos=True) for name in names]
-        lengths = [oracle.inputs(TURNS[name])["input_ids"].shape[1] for name in names]
-    config = reference_thinker(folder).config.get_text_config()
-    block_bytes = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * 16 * 4
-    num_blocks = 1 + -(-(2 * max(lengths) + new_tokens) // 4)
-    settings = (
-        f"thinker.kv_memory={num_blocks * block_bytes}",
-        "thinker.block_size=4",
-        f"thinker.max_context={max(lengths) + new_tokens}",
-        "thinker.prefix_cache=false",
-    )
+        expected = {name: oracle(turns, new_tokens, ignore_eos=True) for name, turns in TURNS.items()}
+        length = {name: oracle.inputs(turns)["input_ids"].shape[1] for name, turns in TURNS.items()}
+    tight = Tight(max(length.values()), new_tokens)
+    settings = tight.settings(open_family(folder).decoder_config.kv_bytes_per_token(torch.float32))
     with Served(folder, *settings) as served:
-        conversations = [served_turns(TURNS[name]) for name in names]
-        for turns in conversations:  # so that media are known
-            served.ask(turns, max_tokens=1)
-        with meeting(len(conversations)):
-            answers = served.ask_all(conversations, max_tokens=new_tokens, ignore_eos=True, logprobs=3)
-        for answer, reference in zip(answers, expected, strict=True):
-            assert_same(answer, reference)
-        assert served.stats("thinker")["num_preemptions_total"] > 0
+        for name, turns in TURNS.items():
+            answer = tight.answer(served, served_turns(turns), length[name], logprobs=3)
+            assert_same(answer, expected[name])
         served.assert_clean()
