@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from api.ending import CLEANING_LIMIT_S, at_once, ended_by_signals, on_signals
 from contracts.errors import OmnistageError
 from contracts.version import VERSION
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from stages.start_progress import StartProgress
 
 TOKEN_VARIABLE = "OMNISTAGE_WORKER_TOKEN"  # the same secret at the server and at its workers elsewhere
+STOPPED = "stopped while loading"
 RAY_EXTRA = "install the extra: pip install -e '.[ray]'"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -35,11 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     match parsed.command:
         case "serve":
-            return _serve(parsed)
+            with ended_by_signals(STOPPED, status=1):
+                return _serve(parsed)
         case "plan":
             return _plan(parsed)
         case "worker":
-            return _worker(parsed)
+            with ended_by_signals("", status=0):
+                return _worker(parsed)
         case _:
             return _chat(parsed)
 
@@ -244,13 +248,14 @@ def _serve(parsed: argparse.Namespace) -> int:
             _say(f"warning: {options.host} is open to other machines and no --api-key is set")
         progress = StartProgress()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(serve(_launched(options, progress), options, settings, progress))
+            try:
+                runner.run(serve(_launched(options, progress), options, settings, progress))
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                at_once(STOPPED, status=1)  # closing the loop would wait for what is being imported
     except (OmnistageError, DeploymentError, SettingsError) as error:
         return _fail(error)
     except OSError as error:
         return _fail(error.strerror or error)
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        return _fail("stopped while loading")
     return 0
 
 
@@ -297,15 +302,17 @@ def _worker(parsed: argparse.Namespace) -> int:
     async def run() -> None:
         task = asyncio.current_task()
         assert task is not None
-        _on_signals(task.cancel)
+        on_signals(task.cancel)
         await run_agent(options)
 
     try:
-        asyncio.run(run())
+        with asyncio.Runner() as runner:
+            try:
+                runner.run(run())
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                at_once("", status=0)  # closing the loop would wait for a connection that is being made
     except OmnistageError as error:
         return _fail(error)
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        return 0
     return 0
 
 
@@ -336,7 +343,7 @@ async def serve(
     _say(f"listening on {url}; until the model is ready every answer is a 503 that says what is being done")
     progress = progress or StartProgress()
     server = ApiServer(settings, progress)
-    _on_signals(lambda: server.stop() if server.is_open else loading.cancel())
+    on_signals(lambda: server.stop() if server.is_open else _stop_loading(loading))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with AsyncExitStack() as stack:
@@ -358,13 +365,13 @@ def _import_app() -> Callable[[Service, ApiSettings], ASGIApp]:
     return create_app
 
 
-def _on_signals(stop: Callable[[], object]) -> None:
-    if sys.platform == "win32":
-        return  # Ctrl-C still arrives, as KeyboardInterrupt
-    import signal
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+def _stop_loading(loading: asyncio.Task[object]) -> None:
+    """Stages that were started are told to end; what does not end by then is left to the kernel. A second
+    signal does not wait."""
+    if loading.cancelling():
+        at_once(STOPPED, status=1)
+    loading.cancel()
+    asyncio.get_running_loop().call_later(CLEANING_LIMIT_S, at_once, STOPPED, 1)
 
 
 def _chat(parsed: argparse.Namespace) -> int:

@@ -181,7 +181,7 @@ def test_serves_until_told_to_stop(
 
     async def run() -> None:
         serving = asyncio.create_task(cli.serve(starting(), ServeOptions(port=0), ApiSettings()))
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(5):
             opened_server = await opened.get()
             url = capsys.readouterr().out.split()[-1]
             async with httpx.AsyncClient() as http:
@@ -238,6 +238,109 @@ def test_signal_stops_the_stages(phase: str, number: signal.Signals) -> None:
     if phase == "serving":
         assert out.endswith("clean end\n")
         assert process.returncode == 0
+
+
+ENDLESS = """
+import sys, threading
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+
+def forever(*args, **kwargs):
+    print("loading", flush=True)
+    threading.Event().wait()
+
+class Endless(MetaPathFinder, Loader):
+    def find_spec(self, name, path, target=None):
+        return ModuleSpec(name, self) if name == sys.argv[1] else None
+
+    def exec_module(self, module):
+        forever()
+
+sys.meta_path.insert(0, Endless())
+if sys.argv[1] == "make_plan":
+    import stages.launch
+    stages.launch.make_plan = forever
+if sys.argv[1] == "connect":
+    import stages.worker_agent
+    stages.worker_agent.connect = forever
+from api import cli
+sys.exit(cli.main(sys.argv[2:]))
+"""
+SERVE = ("serve", "/nowhere", "--port", "0")
+WORKER = ("worker", "--connect", "tcp://127.0.0.1:9", "--name", "lm", "--token", "t")
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "endless", "number"),
+    [
+        *[(SERVE, 1, module, signal.SIGTERM) for module in ("api.settings", "api.server", "api.app")],
+        *[(SERVE, 1, what, signal.SIGTERM) for what in ("stages.launch", "make_plan")],
+        *[(SERVE, 1, module, signal.SIGINT) for module in ("api.server", "stages.launch")],
+        *[(WORKER, 0, what, signal.SIGTERM) for what in ("stages.worker_agent", "connect")],
+    ],
+)
+def test_a_signal_ends_what_imports_or_loads_for_ever(
+    command: tuple[str, ...], status: int, endless: str, number: signal.Signals
+) -> None:
+    """In the main thread before there is a loop, on it, and in threads that nothing can stop."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, endless, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(number)
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == status
+    assert "Traceback" not in errors
+    assert errors.endswith("omnistage: stopped while loading\n" if status else "")
+
+
+HOLDS_ON = """
+import asyncio, sys
+from contextlib import asynccontextmanager
+from api import cli, ending
+from api.settings import ApiSettings
+from stages.options import ServeOptions
+
+ending.CLEANING_LIMIT_S = cli.CLEANING_LIMIT_S = 0.1 if sys.argv[1] == "limit" else 1e6
+
+@asynccontextmanager
+async def starting():
+    try:
+        print("loading", flush=True)
+        await asyncio.Event().wait()
+        yield
+    finally:
+        print("ending", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(cli.serve(starting(), ServeOptions(port=0), ApiSettings()))
+"""
+
+
+@pytest.mark.parametrize("by", ["limit", "second signal"])
+def test_stages_that_do_not_end_while_loading_are_not_waited_for(by: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_ON, by], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.terminate()
+        assert process.stdout.readline() == "ending\n"
+        if by == "second signal":
+            process.terminate()
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert errors.endswith("omnistage: stopped while loading\n")
 
 
 # --- settings -----------------------------------------------------------------------------------------------
