@@ -28,6 +28,7 @@ from stages.deployment import (
     running_names,
     step_bounds,
 )
+from stages.deployment_bounds import check_counts, check_number
 from vocoder.ramp import RampConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -173,6 +174,7 @@ def _section(data: Any, cls: type[T], where: str) -> T:
     for field, value in data.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise DeploymentError(f"{where}.{field}: must be a finite number, is {value}")
+        check_number(f"{where}.{field}", value)
     try:
         return msgspec.convert(data, cls)
     except msgspec.ValidationError as error:
@@ -180,6 +182,7 @@ def _section(data: Any, cls: type[T], where: str) -> T:
 
 
 def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
+    check_counts(deployment)  # first: the checks below make lists of some of them
     for name, stage in deployment.placed.items():
         _validate_placed(name, stage)
     for name, lm in deployment.lms.items():

@@ -27,6 +27,7 @@ from stages.deployment import (
     parse_bytes,
     stage_of,
 )
+from stages.deployment_bounds import check_machine
 from stages.deployment_file import load_deployment
 from stages.memory_plan import (
     TALKER_KV_SHARE,
@@ -117,6 +118,8 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
     connectors = choose_connectors(
         deployment, _chunk_edges(running.pipeline), group_stages(deployment, options)
     )
+    if check_memory and assumed is None:
+        check_machine(here, connectors)
     pools = _device_pools(deployment, connectors)
     plans = [
         *_plan_encoders(family, here, census, memory, pools),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from contracts.pipeline import Edge, Pipeline, StageSpec
 from model_families.graphs import omni_pipeline
-from stages.deployment import DeploymentError, parse_bytes
+from stages.deployment import DeploymentError, EncoderConfig, LMConfig, VocoderConfig, parse_bytes
+from stages.deployment_bounds import ENCODER, LM, PLACED, VOCODER
 from stages.deployment_file import load_deployment
 
 PIPELINE = Pipeline(
@@ -86,6 +88,9 @@ def test_talker_and_vocoder_have_sections_too() -> None:
         ("server.heartbeat_s=inf", "server.heartbeat_s: must be a finite number"),
         ("thinker.memory=nan", "stage.thinker.memory: must be a finite number"),
         ("thinker.devices=cuda:²", "stage.thinker.devices: 'cuda:²' is no device"),
+        (f"thinker.max_context={'9' * 4000}", "stage.thinker.max_context: no machine has so much"),
+        ("thinker.memory=1e300", "stage.thinker.memory: no machine has so much"),
+        ("limits.worker_memory_bytes=9999999999999999999", "limits.worker_memory_bytes: no machine has so"),
         (f"thinker.max_context={'9' * 5000}", "stage.thinker"),
         (f"thinker.max_context={'[' * 5000}", "stage.thinker"),
     ],
@@ -96,9 +101,50 @@ def test_refusals_name_stage_and_field(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+COUNTED = {
+    "preprocess": ("workers", "max_queued_jobs", "index_items"),
+    "server": ("max_requests", "threads"),
+    "vision": ("replicas", "max_batch_tokens", "max_batch_items"),
+    "thinker": (
+        *("replicas", "tensor_parallel", "block_size", "max_sequences", "max_step_tokens"),
+        *("max_step_visual_tokens", "long_prefill_cap", "max_resident_embedding_tokens"),
+        "max_waiting_requests",
+    ),
+    "talker": ("max_sequences", "max_waiting_requests"),
+    "vocoder": ("replicas", "max_streams", "max_batch_rows", "max_batch_frames"),
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), [(section, field) for section, fields in COUNTED.items() for field in fields]
+)
+def test_counts_beyond_any_machine_are_refused_with_the_reason(section: str, field: str) -> None:
+    pipeline = omni_pipeline("omni", speaks=True)
+    where = section if section in ("preprocess", "server") else f"stage.{section}"
+    with pytest.raises(DeploymentError, match=rf"^{where}\.{field}: at most \d+, is 1000000000000: \w+"):
+        load_deployment(pipeline, None, (f"{section}.{field}=1000000000000",))
+
+
+def test_every_count_of_a_stage_has_a_bound() -> None:
+    """But for those that only the model's own context bounds from above."""
+    harmless = {"max_context"}
+    for config, bounds in ((EncoderConfig(), ENCODER), (LMConfig(), LM), (VocoderConfig(), VOCODER)):
+        fields = msgspec.structs.fields(config)
+        counts = {field.name for field in fields if field.type in (int, int | None)}
+        assert counts - harmless == set(bounds) | set(PLACED), type(config).__name__
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            '[[edge]]\nsource = "vision"\ntarget = "thinker"\ncapacity = 1000000\n',
+            "edge vision->thinker.capacity: at most 65536, is 1000000",
+        ),
+        (
+            '[[worker]]\nname = "a"\nstages = ["vision", "thinker"]\nthreads = 1000000\n',
+            "worker 'a'.threads: at most 4096, is 1000000",
+        ),
         ("[stage.talker]\n", "stage.talker: the pipeline has no such stage"),
         ("[stages.thinker]\n", "unknown section 'stages'"),
         ('[[worker]]\nname = "a"\nstages = ["nobody"]\n', "no stage 'nobody'"),

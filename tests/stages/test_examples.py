@@ -13,7 +13,7 @@ from benchmarks.components.shape_folder import write_shape_folder
 from model_families.census import take_census
 from model_families.graphs import vision_pipeline
 from model_families.registry import open_family
-from stages import planning
+from stages import deployment_bounds, planning
 from stages.deployment import DeploymentError
 from stages.deployment_file import load_deployment
 from stages.options import ServeOptions
@@ -47,6 +47,7 @@ def plan_of(patch: pytest.MonkeyPatch, model: Path, file: str, gpus: int, gib: f
     patch.setattr(torch.cuda, "device_count", lambda: gpus)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    patch.setattr(deployment_bounds, "machine_bytes", lambda: 64 << 30)
     patch.setattr(planning, "open_family", opened)
     patch.setattr(planning, "take_census", counted)
     patch.setattr(type(opened(model)), "check_weights", lambda self: None)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.components.shape_folder import write_shape_folder
+from stages import deployment_bounds
 from stages.deployment import DeploymentError
 from stages.memory_plan import render_plan
 from stages.options import ServeOptions
@@ -30,6 +31,51 @@ def test_too_little_memory_is_refused(tiny: Callable[..., Path], override: str, 
     with pytest.raises(DeploymentError) as caught:
         make_plan(ServeOptions(model=tiny("llama"), dtype="float32", overrides=(override,)))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("preprocess.workers=33",), "preprocess.workers: at most 32 here, is 33: each is a process, this"),
+        (("server.threads=33",), "server.threads: at most 32 here, is 33: each is a thread"),
+        (("thinker.replicas=33",), "stage.thinker.replicas: at most 32 here, is 33: all compute with"),
+        (("thinker.tensor_parallel=33",), "stage.thinker.tensor_parallel: at most 32 here, is 33"),
+        (
+            ("preprocess.arena_bytes=5GiB",),
+            "preprocess.arena_bytes: 5.3 GiB are to be kept in this machine's",
+        ),
+        (
+            ("preprocess.arena_bytes=1GiB", "vision.embedding_cache_host=3.5GiB"),
+            "stage.vision.embedding_cache_host: 4.6 GiB are to be kept in this machine's memory"
+            " (stage.vision.embedding_cache_host 3.5 GiB, preprocess.arena_bytes 1.0 GiB, edge"
+            " vision->thinker.capacity_bytes 0.1 GiB), which is 4.0 GiB",
+        ),
+    ],
+)
+def test_what_is_too_many_for_this_machine_is_refused_here_and_can_be_planned_for_another(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(deployment_bounds, "num_cores", lambda: 8)
+    monkeypatch.setattr(deployment_bounds, "machine_bytes", lambda: 4 << 30)
+    options = ServeOptions(model=tiny("qwen2_5_vl"), dtype="float32", workers="per-stage")
+    small = ("thinker.devices=cpu", "thinker.kv_memory=8MiB", "vision.devices=cpu")
+    small += ("vision.embedding_cache=0",)
+    with pytest.raises(DeploymentError) as caught:
+        make_plan(replace(options, overrides=(*small, *overrides)))
+    assert message in str(caught.value)
+    if "tensor_parallel" not in overrides[0]:  # which the tiny model's heads do not allow
+        make_plan(replace(options, overrides=(*small, *overrides), assumed_gpu_memory="1GiB"))
+
+
+@pytest.mark.parametrize(
+    "override", ["preprocess.workers=16", "server.threads=16", "vision.replicas=16", "preprocess.workers=0"]
+)
+def test_what_many_a_deployment_says_is_allowed_on_a_machine_of_one_core(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setattr(deployment_bounds, "num_cores", lambda: 1)
+    small = ("thinker.devices=cpu", "vision.devices=cpu", "vision.embedding_cache=0", override)
+    make_plan(ServeOptions(model=tiny("qwen2_5_vl"), dtype="float32", overrides=small))
 
 
 def test_a_smaller_context_fits_a_smaller_memory(tiny: Callable[..., Path]) -> None:
