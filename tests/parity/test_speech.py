@@ -25,7 +25,7 @@ from stages.speech_orders import SpeechDesk
 from tests.conftest import nothing_left_behind
 from tests.omni_oracle import Heard, Oracle, Seen, served_turns, sound
 from tests.preprocess.films import film
-from tests.served import Served, conversation, meeting, picture
+from tests.served import Served, Shape, conversation, meeting, picture
 from tests.spoken import (
     FramesHeard,
     Reference,
@@ -218,14 +218,22 @@ def thinkers_held_back(frames: FramesHeard) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize(
+    "names", [("text", "sound", "video with sound"), ("image", "all at once", "three turns")], ids=" ".join
+)
 def test_a_thinker_preempted_while_its_talker_speaks(
-    folder: Path, family: str, roomy: Served, heard: FramesHeard, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    family: str,
+    roomy: Served,
+    heard: FramesHeard,
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, str, str],
 ) -> None:
     """The KV of three prompts and of a part of their answers: whoever came last gives way, in mid speech,
     while
     the talkers, whose KV is reserved, speak on. Sound of more frames than the reference makes in one piece is
     compared with that of an answer that had room."""
-    names, new_tokens, num_frames = ("text", "sound", "video with sound"), 24, 24
+    new_tokens, num_frames = 24, 24
     oracle = Oracle(folder, family, roomy)
     inputs = [oracle.inputs(SCENARIOS[name]) for name in names]
     bounds = {"max_tokens": new_tokens, "max_frames": num_frames, "ignore_eos": True}
@@ -297,7 +305,10 @@ def test_a_given_text_sounds_as_if_it_had_been_sampled(
     roomy.assert_clean()
 
 
-def test_a_listener_who_leaves_frees_every_stage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", ["one", "per-stage"])
+def test_a_listener_who_leaves_frees_every_stage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shape: Shape
+) -> None:
     """Of answers that are sampled, and of a given text, for whose tokens alone the talker reserves KV."""
     reserved: list[int] = []
     order = SpeechDesk.order
@@ -325,9 +336,10 @@ def test_a_listener_who_leaves_frees_every_stage(folder: Path, monkeypatch: pyte
         await asyncio.gather(*(leave(served, turns, None) for turns in SCENARIOS.values()))
         await leave(served, SCENARIOS["text"], " the house is here")
 
-    with Served(folder, *ROOM, "server.max_speech_s=60") as served:
+    with Served(folder, *ROOM, "server.max_speech_s=60", workers=shape) as served:
         served.run(leave_all(served))
         served.assert_clean()
+        assert {worker.restarts for worker in served.service.workers()} == {0}
     num_words = len(family.tokenizer.encode(" the house is here"))
     assert reserved == [family.speech.max_frames_of(num_words)]
     assert reserved[0] < 30 * family.speech.frames_per_s
