@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from model_families.registry import open_family
 from tests.parity.preempting import Tight
-from tests.served import Answer, Served, Turn, hf_messages, meeting, picture
+from tests.served import Answer, Served, Shape, Turn, hf_messages, meeting, picture
 from tests.tiny_models import FAMILIES, PADDED_VOCAB, VISION_FAMILIES, reference_inputs, reference_model
 
 NEW_TOKENS = 12
@@ -129,6 +129,36 @@ def test_eight_at_once(tiny: Callable[[str], Path], family: str, settings: tuple
         for name, answer in zip(names, answers, strict=True):
             assert_same(answer, expected(tiny(family), family, name))
         served.assert_clean()
+
+
+TOGETHER = '[[worker]]\nname = "both"\nstages = ["vision", "thinker"]\n'
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("llama", "per-stage"), *((f, s) for f in ("qwen2_5_vl", "qwen3_vl") for s in ("per-stage", "file"))],
+)
+def test_stages_in_other_processes(
+    tiny: Callable[[str], Path], tmp_path: Path, family: str, shape: Shape
+) -> None:
+    """Embeddings cross an edge, deepstack's beside them or not: alone, cold and warm, and at once."""
+    file = tmp_path / "together.toml"
+    file.write_text(TOGETHER)
+    asked = scenarios(family)
+    with Served(tiny(family), *CUT, workers=shape, deployment=file if shape == "file" else None) as served:
+        assert {w.name for w in served.service.workers()} >= ({"both"} if shape == "file" else {"thinker"})
+        for state in ("cold", "warm"):
+            for name, turns in asked.items():
+                answer = served.ask(turns, max_tokens=NEW_TOKENS, logprobs=5)
+                assert_same(answer, expected(tiny(family), family, name))
+                assert answer.num_cached_tokens or state == "cold"
+        served.reset_cache()
+        names = (list(asked) * 4)[:8]
+        answers = served.ask_all([asked[name] for name in names], max_tokens=NEW_TOKENS, logprobs=5)
+        for name, answer in zip(names, answers, strict=True):
+            assert_same(answer, expected(tiny(family), family, name))
+        served.assert_clean()
+        assert {worker.restarts for worker in served.service.workers()} == {0}
 
 
 UNCACHED = ("vision.embedding_cache=0", "vision.embedding_cache_host=0")
