@@ -271,7 +271,22 @@ def plan_text(options: ServeOptions) -> str:
         lines.append(
             f"  {edge.source} -> {edge.target}  {edge.payload} over {connector}, capacity {config.capacity}"
         )
-    lines += [f"entry     {pipeline.entry}", f"terminals {', '.join(pipeline.terminals)}", "memory"]
+    lines += [f"entry     {pipeline.entry}", f"terminals {', '.join(pipeline.terminals)}"]
+    lines += ["processes", *_processes(plan), "memory"]
     lines += ["  " + line for line in render_plan(list(plan.stages)).splitlines()]
     lines += [f"  {stage}  on host {host}, which plans it" for stage, host in plan.elsewhere.items()]
     return "\n".join(lines)
+
+
+def _processes(plan: Plan) -> list[str]:
+    """Which stages share a process, a line each."""
+    groups = group_stages(plan.deployment, plan.options)
+    if not groups:
+        stages = [stage.name for stage in plan.pipeline.stages if stage.kind != "preprocess"]
+        return [f"  the front process  {', '.join(stages)}"]
+    width = max(len(group.name) for group in groups)
+    hosts = {group.name: f"  on host {group.host}" if group.host else "" for group in groups}
+    return [
+        f"  worker {group.name.ljust(width)}  {', '.join(group.stages)}{hosts[group.name]}"
+        for group in groups
+    ]

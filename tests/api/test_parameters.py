@@ -139,8 +139,16 @@ ACCEPTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (COMPLETIONS, {"logprobs": 5}, {"logprobs": 5}),
     (CHAT, {"logit_bias": {"65": -100, "66": 1.5}}, {"logit_bias": ((65, -100.0), (66, 1.5))}),
     (CHAT, {"stop_token_ids": [65], "ignore_eos": True}, {"stop_token_ids": (65,), "ignore_eos": True}),
-    (CHAT, {"min_tokens": 2, "min_p": 0.1, "repetition_penalty": 1.1}, {"min_tokens": 2, "min_p": 0.1}),
-    (CHAT, {"presence_penalty": -2, "frequency_penalty": 2}, {"presence_penalty": -2.0}),
+    *[
+        (path, fields, {name: float(value) for name, value in fields.items()})
+        for path in BOTH
+        for fields in (
+            {"top_p": 0.3, "min_p": 0.1, "temperature": 0.7},
+            {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1.1},
+        )
+    ],
+    *[(path, {"min_tokens": 2}, {"min_tokens": 2}) for path in BOTH],
+    *[(path, {"top_p": 1, "min_p": 0, "n": 128}, {"top_p": 1.0, "min_p": 0.0, "n": 128}) for path in BOTH],
     (CHAT, {"n": 2, "best_of": 2}, {"n": 2}),
     (CHAT, {"stop": [f"s{i}" for i in range(16)]}, {}),
     (CHAT, {"stop": []}, {}),

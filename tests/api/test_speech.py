@@ -155,7 +155,12 @@ def test_events_decode_one_by_one_and_together() -> None:
         ({"speed": 0}, "speed"),
         ({"speed": 5}, "speed"),
         ({"speed": "fast"}, "speed"),
+        ({"speed": 0.24}, "speed"),
+        ({"speed": 4.01}, "speed"),
         ({"stream_format": "pigeon"}, "stream_format"),
+        ({"instructions": "x" * 20_000}, "instructions"),
+        ({"instructions": 5}, "instructions"),
+        ({"seed": "x"}, "seed"),
     ],
 )
 def test_bad_fields_are_named(change: dict[str, Any], param: str) -> None:
@@ -175,6 +180,22 @@ def test_short_and_odd_text_is_spoken_as_it_is(text: str) -> None:
     asked = service.last.request.speech
     assert asked is not None
     assert (asked.verbatim, asked.voice) == (text, "Ethan")
+
+
+def test_instructions_are_the_system_s_words_for_every_piece() -> None:
+    """They are heard by the model and never read aloud."""
+    service = SpeakingService()
+    assert speak(service, input=LONG, instructions="Speak slowly.").status_code == 200
+    assert len(service.flows) > 3
+    for flow in service.flows.values():
+        system, asked = flow.request.input.messages  # type: ignore[union-attr]
+        assert (system.role, asked.role) == ("system", "user")
+        assert [part.text for part in system.parts] == ["Speak slowly."]  # type: ignore[union-attr]
+        assert "slowly" not in (flow.request.speech.verbatim or "")  # type: ignore[union-attr]
+    for nothing in ("", None):
+        plain = SpeakingService()
+        assert speak(plain, instructions=nothing).status_code == 200
+        assert [m.role for m in plain.last.request.input.messages] == ["user"]  # type: ignore[union-attr]
 
 
 def test_a_model_without_a_voice_says_so() -> None:

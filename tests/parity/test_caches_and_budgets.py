@@ -99,6 +99,10 @@ def test_the_context_may_be_filled_exactly_and_not_by_one_more(folder: Path) -> 
     with Served(folder, "thinker.kv_memory=8MiB", f"thinker.max_context={length + 5}") as served:
         answer = served.ask([("user", [A])], max_tokens=5, ignore_eos=True)
         assert len(answer.tokens) == 5
+        encoded = served.stats("vision")["encoder_items_total"]
+        with pytest.raises(ContextLengthExceeded, match="32 of media"):
+            served.ask([("user", [picture(5, 112, 112), picture(6, 112, 112), "too large"])], max_tokens=1)
+        assert served.stats("vision")["encoder_items_total"] == encoded, "refused before it is encoded"
         with pytest.raises(ContextLengthExceeded) as caught:
             served.ask([("user", [A])], max_tokens=6)
         message = caught.value.message

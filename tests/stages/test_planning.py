@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from api import cli
 from benchmarks.components.shape_folder import write_shape_folder
+from model_families.registry import open_family
 from stages import deployment_bounds
 from stages.deployment import DeploymentError
 from stages.memory_plan import render_plan
@@ -76,6 +79,52 @@ def test_what_many_a_deployment_says_is_allowed_on_a_machine_of_one_core(
     monkeypatch.setattr(deployment_bounds, "num_cores", lambda: 1)
     small = ("thinker.devices=cpu", "vision.devices=cpu", "vision.embedding_cache=0", override)
     make_plan(ServeOptions(model=tiny("qwen2_5_vl"), dtype="float32", overrides=small))
+
+
+def test_the_plan_is_printed_and_what_does_not_fit_refused_before_anything_loads(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("a plan loads nothing")
+
+    for name in ("load_decoder", "load_encoder"):
+        monkeypatch.setattr(type(open_family(tiny("qwen2_5_vl"))), name, load)
+    file = tmp_path / "d.toml"
+    file.write_text(
+        '[stage.vision]\nreplicas = 2\n[[edge]]\nsource = "vision"\ntarget = "thinker"\ncapacity = 3\n'
+        '[[worker]]\nname = "eyes"\nstages = ["vision.0", "vision.1"]\n'
+        '[[worker]]\nname = "mind"\nstages = ["thinker"]\n'
+    )
+    asked = ["plan", str(tiny("qwen2_5_vl")), "--deployment", str(file), "--dtype", "float32"]
+    assert cli.main([*asked, "--kv-memory", "8MiB"]) == 0
+    text = capsys.readouterr().out
+    assert "qwen2_5_vl" in text
+    assert "context 4096 tokens" in text
+    for edge in ("preprocess -> vision.0", "preprocess -> vision.1"):
+        assert re.search(rf"{edge}  features over shared memory", text), text
+    for edge in ("vision.0 -> thinker", "vision.1 -> thinker"):
+        assert re.search(rf"{edge}  embeddings over shm, capacity 3\b", text), text
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    for stage in ("vision.0", "vision.1", "thinker"):
+        assert re.search(r"\bcpu\b.*\bfloat32\b", rows[stage]), text
+    assert "8.0 MiB" in rows["thinker"]
+    assert "worker eyes  vision.0, vision.1\n" in text
+    assert "worker mind  thinker\n" in text
+    assert cli.main([*asked, "--kv-memory", "400TiB"]) == 1
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert "thinker" in error
+    assert "Traceback" not in error
+
+
+def test_a_plan_without_workers_says_so(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(tiny("qwen2_5_vl")), "--set", "vision.replicas=2"]) == 0
+    assert "\n  the front process  vision.0, vision.1, thinker\n" in capsys.readouterr().out
 
 
 def test_a_smaller_context_fits_a_smaller_memory(tiny: Callable[..., Path]) -> None:
