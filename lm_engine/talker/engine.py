@@ -82,7 +82,8 @@ class TalkerEngine:
             )
         assert message.max_frames >= 1, "the bound on frames is positive"
         prompt = self._model.lay_out(message.prompt, message.voice)
-        answer = SpokenAnswer(message, prompt, self._bound(message, prompt), message.granted_frames)
+        bound, spell = self._bound(message, prompt), self._model.speller()
+        answer = SpokenAnswer(message, prompt, bound, message.granted_frames, spell)
         if prompt.leading_text:
             take_text(answer, list(prompt.leading_text), None, self._model.config)
         self._scheduler.add(answer)

@@ -60,6 +60,16 @@ class TalkerPrompt:
         return len(self.codes)
 
 
+Speller = Callable[[list[int]], list[int]]
+"""The thinker's next tokens → the rows of text that they are to the talker. Each answer has one of its own,
+which is asked token after token and may remember."""
+
+
+def as_written(token_ids: list[int]) -> list[int]:
+    """A row a token."""
+    return token_ids
+
+
 Draw = Callable[[Tensor, int], Tensor]
 """(logits [S, V'] of a code group, the group) → codes [S]. Spends the logits (float32)."""
 
@@ -68,8 +78,8 @@ class TalkerModel(Protocol):
     """The mathematics of one talker; holds weights and scratch memory, no request state.
 
     The input at a sequence index is a row, which arrives, plus the embedding of the frame that the step
-    before drew. Rows of text: one per token after the first (which is part of the prompt), then the end
-    row, then the pad row for ever.
+    before drew. Rows of text: one per token that the speller gives after the first (which is part of the
+    prompt), then the end row, then the pad row for ever.
     """
 
     config: TalkerConfig
@@ -80,6 +90,10 @@ class TalkerModel(Protocol):
 
     def lay_out(self, prompt: Prompt, voice: str) -> TalkerPrompt:
         """Raises BadRequest for a voice it has not, or a prompt that asks for no answer."""
+        ...
+
+    def speller(self) -> Speller:
+        """For one answer. Where text comes with hidden states, a row is a token."""
         ...
 
     def reserve(self, max_sequences: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from contracts.errors import EngineError
 from contracts.messages import Speak
 from lm_engine.sequence import NO_SLOT
-from lm_engine.talker.model import Ints, TalkerConfig, TalkerModel, TalkerPrompt
+from lm_engine.talker.model import Ints, Speller, TalkerConfig, TalkerModel, TalkerPrompt, as_written
 from lm_engine.talker.plan import RowPiece
 from lm_engine.transfer import moved, to_device
 
@@ -67,6 +67,7 @@ class SpokenAnswer:
     prompt: TalkerPrompt
     max_frames: int
     granted: int
+    spell: Speller = as_written
     final_grant: bool = False
     rows: InputRows = field(default_factory=InputRows)
     hidden: list[tuple[Ints, Tensor]] = field(default_factory=list)  # of the prompt, until all is there
@@ -141,8 +142,9 @@ def take_text(
         if hidden_KX is None or tuple(hidden_KX.shape) != want:
             found = None if hidden_KX is None else tuple(hidden_KX.shape)
             raise EngineError(f"the hidden states of the text have shape {found}, want {want}")
-    if token_ids:
-        answer.text.append((token_ids, hidden_KX if config.text_hidden else None))
+    if spelled := answer.spell(token_ids):
+        assert not config.text_hidden or len(spelled) == len(token_ids), "a row is a token here"
+        answer.text.append((spelled, hidden_KX if config.text_hidden else None))
 
 
 class RowMaker:

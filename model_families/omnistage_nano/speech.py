@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,11 +10,10 @@ import msgspec
 from contracts.params import SamplingParams
 from contracts.specs import SpeechSpec
 from model_families.omnistage_nano.pipeline import SILENT_PIPELINE
+from model_families.omnistage_nano.talker import load_nano_talker
 from model_families.qwen3_omni_moe.speech import SPEECH as QWEN3_OMNI
-from model_families.qwen3_omni_moe.talker import load_talker
 
 SAMPLING = SamplingParams(temperature=0.6, top_k=50)
-RESIDUAL = SamplingParams(temperature=0.6, top_k=50)
 
 
 def read_spec(folder: Path) -> SpeechSpec | None:
@@ -26,6 +24,6 @@ def read_spec(folder: Path) -> SpeechSpec | None:
 SPEECH = replace(
     QWEN3_OMNI,
     read_spec=read_spec,
-    load_talker=partial(load_talker, residual=RESIDUAL),
+    load_talker=load_nano_talker,
     silent_pipeline=SILENT_PIPELINE,
 )

@@ -22,7 +22,7 @@ from lm_engine.layers.kernels import Kernels
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
 from lm_engine.model import Kernels as KernelChoice
-from lm_engine.talker.model import Draw, Ints, TalkerConfig, TalkerPrompt
+from lm_engine.talker.model import Draw, Ints, Speller, TalkerConfig, TalkerPrompt, as_written
 from lm_engine.transfer import to_device
 from model_families.checkpoint import checkpoint_error, read_config
 from model_families.decoder_weights import TextTensors
@@ -113,6 +113,9 @@ class Talker:
             positions_AP=np.concatenate([positions_AL, tail_A2], axis=1),
             position_delta=delta,
         )
+
+    def speller(self) -> Speller:
+        return as_written
 
     def reserve(self, max_sequences: int) -> None:
         """One code a frame: nothing to predict."""

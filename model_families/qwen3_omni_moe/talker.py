@@ -6,6 +6,7 @@ tokens, T rows of a step, R sequences of it, S of them sampling, Q code groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from lm_engine.layers.kernels import Kernels, Linear
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AttentionBackend, AttentionMetadata, DecoderConfig, PagedKV
 from lm_engine.model import Kernels as KernelChoice
-from lm_engine.talker.model import Draw, Ints, TalkerConfig, TalkerPrompt
+from lm_engine.talker.model import Draw, Ints, Speller, TalkerConfig, TalkerPrompt, as_written
 from lm_engine.talker.predictor import CodePredictor
 from lm_engine.transfer import to_device
 from model_families.checkpoint import checkpoint_error, read_config
@@ -156,7 +157,7 @@ class Talker:
             known = ", ".join(section.speaker_id)
             raise BadRequest(f"voice {voice!r} is not one of {known}", param="voice", code="unknown_voice")
         ids = np.array(prompt.token_ids, dtype=np.int64)
-        kept, answer = _turns(ids, sections)
+        kept, answer = find_turns(ids, sections)
         num_rows = len(kept) + HEADER + NUM_PADS + 2
         heard = np.concatenate([ids[kept], ids[answer : answer + HEADER]])
         is_media = np.isin(heard, section.media_tokens)
@@ -171,6 +172,9 @@ class Talker:
             position_delta=delta,
             leading_text=tuple(ids[answer + HEADER :].tolist()),
         )
+
+    def speller(self) -> Speller:
+        return as_written
 
     def reserve(self, max_sequences: int) -> None:
         self._predictor.reserve(max_sequences)
@@ -225,7 +229,7 @@ class Talker:
         return functional.embedding(codes_R, self._code_table_CH).to(self._stack.activation_dtype)
 
 
-def _turns(ids: Ints, sections: OmniSections) -> tuple[Ints, int]:
+def find_turns(ids: Ints, sections: OmniSections) -> tuple[Ints, int]:
     """Positions of the user's turns, with their marks; and where the answer's turn, the last one, begins.
 
     Raises BadRequest for a prompt that does not end in an open turn of the assistant.
@@ -289,6 +293,9 @@ def load_talker(
     dtype: torch.dtype,
     kernels: KernelChoice,
     residual: SamplingParams = RESIDUAL,
+    kind: Callable[
+        [OmniSections, TalkerConfig, WeightSource, Kernels, CodePredictor, Processor], Talker
+    ] = Talker,
 ) -> Talker:
     """Raises EngineError naming the tensor when one is missing, mis-shaped or unknown."""
     sections, config, inner = read_talker_config(folder)
@@ -297,7 +304,7 @@ def load_talker(
         source = TextTensors(checkpoint, talker_name, device, dtype)
         predictor = load_predictor(inner, config, source, select_kernels(kernels, device, dtype))
         chosen = select_kernels(kernels, device, dtype)
-        talker = Talker(sections, config, source, chosen, predictor, processor)
+        talker = kind(sections, config, source, chosen, predictor, processor)
         source.check_all_taken()
     return talker
 

@@ -67,8 +67,24 @@ def learning_rate(fraction: float, top: float, *, warm: float = 0.03, bottom: fl
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Also of a step that is recorded, which reads the rate where it lies."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def new_optimizer(
+    parameters: list[torch.nn.Parameter], betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """On a GPU one that can be recorded."""
+    if parameters[0].device.type != "cuda":
+        return torch.optim.AdamW(parameters, betas=betas, weight_decay=weight_decay)
+    rate = torch.zeros((), device=parameters[0].device)
+    return torch.optim.AdamW(
+        parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True, capturable=True
+    )
 
 
 class Clip:
@@ -78,7 +94,7 @@ class Clip:
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._usual: torch.Tensor | None = None
+        self._usual = torch.zeros((), device=parameters[0].device)  # 0: not known yet
 
     def step(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
         """The norm before it was clipped. A gradient that is not finite changes nothing."""
@@ -86,12 +102,13 @@ class Clip:
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm: torch.Tensor = torch.stack(torch._foreach_norm(gradients)).norm()
-        usual = norm if self._usual is None else self._usual
+        usual = torch.where(self._usual > 0, self._usual, norm)
         limit = self.TIMES * usual
         scale = torch.where(norm.isfinite(), (limit / (norm + 1e-12)).clamp(max=1.0), torch.zeros_like(norm))
         for gradient in gradients:
             gradient.nan_to_num_(0.0, 0.0, 0.0)
         torch._foreach_mul_(gradients, scale)
-        self._usual = usual.lerp(torch.minimum(norm, limit).nan_to_num(0.0, 0.0, 0.0), 1 - self.DECAY)
+        seen = torch.minimum(norm, limit).nan_to_num(0.0, 0.0, 0.0)
+        self._usual.copy_(usual.lerp(seen, 1 - self.DECAY).nan_to_num(0.0, 0.0, 0.0).detach())
         optimizer.step()
-        return norm
+        return norm.detach()

@@ -13,39 +13,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from gguf import GGUFReader
-from hibari.tts import ASSETS
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from training.speaking.prompts import COPIED
-from training.speaking.sentences import Sentences
+from training.speaking.prompts import COPIED, Prompts
 from training.speaking.table import GROUP
-from training.speaking.vocabulary import VERBS, past, third
-from training.speaking.words import load_words
-
-SAMPLED = 40_000  # sentences whose tokens are kept
 
 
 def needed_tokens(tokenizer: Tokenizer) -> list[int]:
-    words = load_words(Path(ASSETS), tokenizer)
-    plain = [*words.common, *words.rare, *words.plurals, *VERBS, *map(third, VERBS), *map(past, VERBS)]
-    sentences = Sentences(words)
-    texts = [
-        form for word in plain for form in (word, f" {word}", word.capitalize(), f" {word.capitalize()}")
-    ]
-    texts += [sentences.sentence(index) for index in range(SAMPLED)]
-    texts += [f" {sentences.sentence(index)}" for index in range(SAMPLED)]
-    texts += [
-        "<|im_start|>system\n",
-        "<|im_start|>user\nRead this text aloud:\n",
-        "<|im_start|>assistant\n<|im_end|>",
-    ]
-    found = {
-        token
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
-        for token in encoding.ids
-    }
-    return sorted(found | set(COPIED.values()) | set(range(17, 300)))
+    prompts = Prompts(tokenizer)
+    return sorted({*prompts.spelling.ids, *prompts.header, *COPIED.values()})
 
 
 def write_table(gguf: Path, tokenizer: Path, out: Path) -> None:

@@ -1,9 +1,10 @@
 """The codes: what the speech package itself knows of its speech, sampled 12.5 times a second.
 
-A frame of 80 ms is eight numbers: the phonemes at four of its moments, the one that comes after it, the
-pitch at two
-moments, the loudness. Nothing is learned here, so talker and decoder can be trained side by side from the
-start.
+A frame of 80 ms is nine numbers: the phoneme that comes after it, those at four of its moments, the pitch at
+two moments, the loudness; and the letter of the text that is being said, of which the talker's pointer is
+made. What comes next is the first: it alone takes reading on in the text, the others follow from it and what
+was heard, and the talker's own head, which all its rows teach, draws the first. Nothing is learned here, so
+talker and decoder can be trained side by side from the start.
 Shapes: L symbols of an utterance, H hops of 12.5 ms, T frames, Q groups.
 """
 
@@ -26,25 +27,27 @@ Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int16]
 
 
-def frame_codes(ids_L: Ints, units_L: Ints, pitch_H: Floats, sound: Floats) -> Codes:
-    """[T, Q] of a sound of whole frames: `ids_L` each held for its units; behind them silence, symbol 0."""
+def frame_codes(ids_L: Ints, letters_L: Ints, units_L: Ints, pitch_H: Floats, sound: Floats) -> Codes:
+    """[T, Q] of a sound of whole frames: `ids_L` each held for its units, saying these letters; behind them
+    silence, symbol 0."""
     num_frames = len(sound) // FRAME
     hops_L = np.maximum(units_L, 0) * HOPS_PER_UNIT
     symbol_H = np.repeat(np.arange(len(ids_L)), hops_L)
     following = np.append(ids_L, 0)
     start_T = np.arange(num_frames) * FRAME
-    groups = [following[_at(symbol_H, start_T + int(moment * FRAME), len(ids_L))] for moment in MOMENTS]
     last_T = _at(symbol_H, start_T + FRAME - 1, len(ids_L))
-    groups.append(following[np.minimum(last_T + 1, len(ids_L))])
+    groups = [following[np.minimum(last_T + 1, len(ids_L))]]
+    groups += [following[_at(symbol_H, start_T + int(moment * FRAME), len(ids_L))] for moment in MOMENTS]
     pitch = pitch_codes(pitch_H)
     groups += [_at(pitch, start_T + int(moment * FRAME), 0) for moment in PITCH_MOMENTS]
     groups.append(loudness_codes(sound.reshape(num_frames, FRAME)))
+    groups.append(letters_L[np.minimum(last_T, len(letters_L) - 1)])
     return np.stack(groups, axis=1).astype(np.int16)
 
 
 def leading_frames(codes_TQ: Codes) -> int:
     """Frames of nothing at the beginning, but for one: heard as delay, and silence is easily gone on with."""
-    says_T = (codes_TQ[:, : len(MOMENTS)] != 0).any(1)
+    says_T = (codes_TQ[:, 1 : 1 + len(MOMENTS)] != 0).any(1)
     return max(int(says_T.argmax()) - 1, 0)
 
 

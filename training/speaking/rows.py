@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from training.speaking.prompts import OPENING
 from training.speaking.sizes import Sizes
@@ -35,12 +36,13 @@ class Rows:
     codes_TQ: Tensor  # of all examples
     pad: int  # place of the pad row
 
-    def batch(self, starts: npt.NDArray[np.int64]) -> Batch:
-        """A row of `starts` is an example: first row of text, rows, of them prompt, first frame, frames."""
+    def batch(self, starts: npt.NDArray[np.int64], length: int) -> Batch:
+        """A row of `starts` is an example: first row of text, rows, of them prompt, first frame, frames. None
+        is longer than `length`."""
         device, control = self.text_R.device, self.sizes.control
-        longest = int((starts[:, 2] + starts[:, 4]).max())
+        assert (starts[:, 2] + starts[:, 4]).max() <= length
         row, rows, prompt, code, frames = torch.from_numpy(starts).to(device).T[..., None]
-        place_L = torch.arange(longest, device=device)
+        place_L = torch.arange(length, device=device)
         text_BL = self.text_R[(row + place_L).clamp(max=len(self.text_R) - 1)]
         text_BL = torch.where(place_L < rows, text_BL, self.pad).long()
         opening = torch.tensor([control[name] for name in OPENING_CODES], device=device)
@@ -59,10 +61,10 @@ class Rows:
         return torch.where(there_BL[..., None], self.codes_TQ[index_BL].long(), -1)
 
 
-def input_rows(net: TalkerNet, table_VX: Tensor, nothing: int, batch: Batch) -> Tensor:
+def input_rows(net: TalkerNet, table_VX: Tensor, batch: Batch) -> Tensor:
     """[B, L, H]: what the server's talker hears at each row."""
-    text_BLH: Tensor = net.text_projection(table_VX[batch.text_BL])
-    text_BLH = text_BLH * (batch.text_BL != nothing)[..., None]
+    text_VH = net.text_projection(table_VX)  # of the few pieces there are
+    text_BLH = functional.embedding(batch.text_BL, text_VH)
     opening_BLH = net.embed_first(batch.opening_BL.clamp(min=0)) * (batch.opening_BL >= 0)[..., None]
     heard_BLH = net.embed_frames(batch.heard_BLQ.clamp(min=0)) * (batch.heard_BLQ[..., :1] >= 0)
     return text_BLH + (opening_BLH + heard_BLH).to(text_BLH.dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from training.speaking.clock import Clock
 from training.speaking.corpus import Corpus
-from training.speaking.prompts import Prompts
+from training.speaking.prompts import open_prompts
 from training.speaking.sampling import Speaker
 from training.speaking.sizes import NANO, TINY, Sizes
 from training.speaking.synthesis import Voice, open_sentences
@@ -39,7 +39,7 @@ STAGES = ("decoder", "talker")
 SAMPLE_S = 25.0
 DECODER_HOURS = 4.0
 READY_LIMIT_S = 120.0
-SAMPLES, TEMPERATURE = 24, 0.5
+SAMPLES, TRUE_SAMPLES, TEMPERATURE = 16, 6, 0.5
 LOG, SPOKEN = "log.jsonl", "spoken.npz"
 
 
@@ -56,6 +56,7 @@ class Plan:
     rows: int
     hours: float  # of speech before anything is trained
     judged: float
+    recorded: bool
 
     @property
     def log(self) -> Path:
@@ -82,32 +83,35 @@ def run_decoder(plan: Plan, end_s: float) -> None:
         batch=plan.batch,
         hours=DECODER_HOURS,
         judged=plan.judged,
+        recorded=plan.recorded,
     )
 
 
 def run_talker(plan: Plan, end_s: float) -> None:
-    prompts, table = Prompts(plan.tokenizer), load_table(plan.table, plan.device)
+    prompts, table = open_prompts(plan.tokenizer), load_table(plan.table, plan.device)
     corpus = _open_corpus(plan)
     clock = Clock("talker", end_s - time.time(), plan.log)
-    train_talker(plan.work, corpus, plan.sizes, table, prompts, clock, plan.rows)
+    train_talker(plan.work, corpus, plan.sizes, table, prompts, clock, plan.rows, recorded=plan.recorded)
 
 
 def run_sample(plan: Plan) -> None:
     """`spoken.npz`: texts, what the talker makes of them, and what the decoder makes of the true codes."""
-    prompts, table = Prompts(plan.tokenizer), load_table(plan.table, plan.device)
+    prompts, table = open_prompts(plan.tokenizer), load_table(plan.table, plan.device)
     decoder = Code2Wav(open_decoder(plan.work, plan.sizes, plan.device))
     net = open_talker(plan.work, plan.sizes, plan.device).eval()
     texts = open_sentences(plan.tokenizer).held_out(SAMPLES)
-    longest = 6 * max(len(prompts.ids(text)) for text in texts) + 30
+    lines = [prompts.of(text) for text in texts]
+    longest = 2 * max(len(line.rows) for line in lines) + 30
     limit = longest if plan.device.type == "cuda" else 12
     with torch.autocast(plan.device.type, torch.bfloat16):
-        lines = [prompts.verbatim(text) for text in texts]
         frames = Speaker(net, table).speak(lines, temperature=TEMPERATURE, max_frames=limit)
     arrays = {f"talker{index}": _pcm(decoder, codes) for index, codes in enumerate(frames)}
     voice = Voice()
-    for index, text in enumerate(texts[:10]):
-        true_TQ = torch.from_numpy(voice(text, seed=1)[1]).long()
-        arrays[f"decoder{index}"] = _pcm(decoder, true_TQ)
+    for index, text in enumerate(texts[:TRUE_SAMPLES]):
+        if (spoken := voice(text, seed=1)) is not None:
+            true_TQ = torch.from_numpy(spoken[1]).long()
+            true_TQ[:, plan.sizes.pointer] = 0
+            arrays[f"decoder{index}"] = _pcm(decoder, true_TQ)
     arrays["texts"] = np.array(texts)
     np.savez_compressed(plan.work / SPOKEN, allow_pickle=False, **arrays)
     lengths = [len(codes) for codes in frames]
@@ -178,6 +182,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12288, help="rows of a step of the talker")
     parser.add_argument("--hours", type=float, default=0.7)
     parser.add_argument("--judged", type=float, default=0.3, help="share of the time with discriminators")
+    parser.add_argument("--plain", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, help="where what is worth keeping is copied to")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -196,6 +201,7 @@ def main() -> None:
         rows=given.rows,
         hours=given.hours,
         judged=given.judged,
+        recorded=not given.plain,
     )
     end_s = given.end or time.time() + given.seconds
     stages = {

@@ -43,7 +43,7 @@ class Speaker:
 
     def _next(self, lines: list[Line], frames: list[Tensor], temperature: float) -> Tensor:
         batch = self._batch(lines, frames)
-        hidden_BLH = self._net.model(input_rows(self._net, self._table.rows_VX, self._table.nothing, batch))
+        hidden_BLH = self._net.model(input_rows(self._net, self._table.rows_VX, batch))
         lengths = [line.prompt + len(codes) - 1 for line, codes in zip(lines, frames, strict=True)]
         last_B = torch.tensor(lengths, device=self._device)
         return self._draw_frame(
@@ -54,13 +54,14 @@ class Speaker:
         parts, starts, at, first = [], [], 0, 0
         for line, codes_TQ in zip(lines, frames, strict=True):
             found = self._table.find(line.rows)
-            assert found is not None, "a token that the table has not"
             parts.append(found)
             starts.append((at, len(found), line.prompt, first, len(codes_TQ)))
             at, first = at + len(found), first + len(codes_TQ)
         codes_TQ = torch.cat([*frames, frames[0].new_zeros(1, self._sizes.num_groups)])
         rows = torch.from_numpy(np.concatenate(parts)).to(self._device)
-        return Rows(self._sizes, rows, codes_TQ, self._table.place(TTS_PAD)).batch(np.array(starts, np.int64))
+        length = max(prompt + frames for _, _, prompt, _, frames in starts)
+        pad = self._table.place(TTS_PAD)
+        return Rows(self._sizes, rows, codes_TQ, pad).batch(np.array(starts, np.int64), length)
 
     def _draw_frame(self, hidden_BH: Tensor, temperature: float) -> Tensor:
         net, sizes = self._net, self._sizes

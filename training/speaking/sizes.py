@@ -31,7 +31,7 @@ class TalkerSizes:
 @dataclass(frozen=True)
 class Sizes:
     codebook_size: int = 192  # symbols of the speech package
-    num_groups: int = 8
+    num_groups: int = 9  # phonemes, pitch, loudness, and where in the text this is
     width: int = 256
     intermediate: int = 512
     layers: int = 3
@@ -41,6 +41,11 @@ class Sizes:
     upsample_rates: tuple[int, ...] = (8, 5, 4, 3)
     decoder_width: int = 384
     talker: TalkerSizes = TalkerSizes()
+
+    @property
+    def pointer(self) -> int:
+        """The group that points into the text."""
+        return self.num_groups - 1
 
     @property
     def vocabulary(self) -> int:

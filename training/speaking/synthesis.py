@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 
 from training.speaking.corpus import CorpusFile, Pcm
 from training.speaking.phonetics import FRAME, Codes, frame_codes, leading_frames
+from training.speaking.pointing import letters_of
 from training.speaking.sentences import Sentences
 from training.speaking.sizes import SAMPLE_RATE
 from training.speaking.words import load_words
@@ -43,12 +45,18 @@ class Voice:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+        self._count = lru_cache(100_000)(lambda word: len(self._hibari.g2p(word).split()))
 
-    def __call__(self, text: str, seed: int) -> tuple[Pcm, Codes]:
-        """Whole frames of sound, and their codes. The same for ever."""
+    def __call__(self, text: str, seed: int) -> tuple[Pcm, Codes] | None:
+        """Whole frames of sound, and their codes. The same for ever. None for the few texts of which it is
+        not known which word says what."""
         random = np.random.default_rng(seed)
         sounds, symbols, units, pitches = [], [], [], []
-        for phonemes in self._hibari.phonemize(text):
+        sentences = self._hibari.phonemize(text)
+        letters = letters_of(text, sentences, self._hibari.vocab, self._count)
+        if letters is None:
+            return None
+        for phonemes in sentences:
             ids = self._hibari.ids(phonemes)
             speed = np.ones(1, np.float32)
             *spectra, durations = self._session.run(None, {"ids": np.array([ids]), "speed": speed})
@@ -57,13 +65,13 @@ class Voice:
             symbols.append(np.array(ids))
             units.append(durations.reshape(-1).astype(np.int64))
             pitches.append(parts[-1])
-        if not sounds:
-            return np.zeros(0, np.int16), np.zeros((0, 0), np.int16)
         sound = np.concatenate(sounds)
         num_frames = -(-(len(sound) + TAIL) // FRAME)
         whole = np.zeros(num_frames * FRAME, dtype=np.float32)
         whole[: len(sound)] = sound.clip(-0.99, 0.99)
-        codes = frame_codes(np.concatenate(symbols), np.concatenate(units), np.concatenate(pitches), whole)
+        ids, pitch = np.concatenate(symbols), np.concatenate(pitches)
+        assert len(ids) == len(letters)
+        codes = frame_codes(ids, letters, np.concatenate(units), pitch, whole)
         first = leading_frames(codes)
         return (whole * 32767).astype(np.int16)[first * FRAME :], codes[first:]
 
@@ -78,7 +86,10 @@ def write(folder: Path, worker: int, workers: int, seconds: float, sentences: Se
         for number, text in enumerate(sentences.training(worker, workers)):
             if time.monotonic() > end_s:
                 return
-            pcm, codes = voice(text, seed=number)
+            spoken = voice(text, seed=number)
+            if spoken is None:
+                continue
+            pcm, codes = spoken
             if SHORTEST_S <= len(pcm) / SAMPLE_RATE <= LONGEST_S:
                 corpus.add(text, pcm, codes)
 

@@ -11,34 +11,29 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from training.speaking.prompts import COPIED, NOTHING
+from training.speaking.prompts import COPIED
 
 GROUP = 32
 
 
 class TextTable:
-    """`rows_VX` bfloat16 on the device; its last row is zeros."""
+    """`rows_VX` bfloat16 on the device."""
 
     def __init__(self, ids: Tensor, rows_VX: Tensor, device: torch.device) -> None:
-        zero = torch.zeros(1, rows_VX.shape[1])
-        self.rows_VX = torch.cat([rows_VX, zero]).to(device, torch.bfloat16)
-        self.nothing = len(rows_VX)
+        self.rows_VX = rows_VX.to(device, torch.bfloat16)
         self._at = np.full(int(max(int(ids.max()), *COPIED)) + 1, -1, np.int32)
         self._at[ids.numpy()] = np.arange(len(ids))
         for token, source in COPIED.items():
             self._at[token] = self._at[source]
 
-    def find(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int32] | None:
-        """Places of the tokens' rows; None when one is not in the table."""
-        if ids.max(initial=0) >= len(self._at):
-            return None
-        at = np.where(ids == NOTHING, self.nothing, self._at[np.maximum(ids, 0)])
-        return None if (at < 0).any() else at
+    def find(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """Places of the tokens' rows."""
+        at: npt.NDArray[np.int32] = self._at[ids]
+        assert (at >= 0).all(), f"the table has no rows of {ids[at < 0]}"
+        return at
 
     def place(self, token: int) -> int:
-        found = self.find(np.array([token], np.int32))
-        assert found is not None, f"the table has no row of token {token}"
-        return int(found[0])
+        return int(self.find(np.array([token], np.int32))[0])
 
 
 def load_table(path: Path, device: torch.device) -> TextTable:

@@ -166,10 +166,12 @@ class TalkerNet(nn.Module):
         return out
 
     def residual_losses(self, hidden_NH: Tensor, codes_NQ: Tensor) -> Tensor:
-        """[Q - 1]: mean cross entropy of each group behind the first, given those before it."""
+        """[Q - 1]: mean cross entropy of each group behind the first, given those before it. Negative codes
+        do not count."""
         predictor = self.code_predictor
-        heard = [self.embed_first(codes_NQ[:, 0])]
-        heard += [predictor.embed(codes_NQ[:, g], g) for g in range(1, self.sizes.num_groups - 1)]
+        heard_NQ = codes_NQ.clamp(min=0)
+        heard = [self.embed_first(heard_NQ[:, 0])]
+        heard += [predictor.embed(heard_NQ[:, g], g) for g in range(1, self.sizes.num_groups - 1)]
         said_NQH = predictor.model(torch.stack([hidden_NH, *[h.to(hidden_NH.dtype) for h in heard]], dim=1))
         losses = [
             functional.cross_entropy(predictor.lm_head[g - 1](said_NQH[:, g]).float(), codes_NQ[:, g])

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.speaking.clock import Clip, Clock, learning_rate, set_rate
+from training.speaking.clock import Clip, Clock, learning_rate, new_optimizer, set_rate
 from training.speaking.corpus import Corpus, Utterance
 from training.speaking.decoder import keep_snakes_positive, new_decoder, quicken, speak
 from training.speaking.discriminators import Discriminators, fooled_loss, judge_loss, matching_loss
 from training.speaking.phonetics import FRAME
 from training.speaking.sizes import Sizes
 from training.speaking.spectra import SpectralLoss
+from training.speaking.stepping import Figures, Stepper
 from training.speaking.weights import Average, load_parts, save_parts
 from vocoder.code2wav import Code2WavNetwork
 
@@ -40,9 +41,10 @@ def open_decoder(folder: Path, sizes: Sizes, device: torch.device) -> Code2WavNe
 
 
 class Crops:
-    """Random stretches of all the speech there is, one behind the other on the device."""
+    """Random stretches of all the speech there is, one behind the other on the device. Where in a text they
+    are is not part of their codes."""
 
-    def __init__(self, corpus: Corpus, hours: float, device: torch.device) -> None:
+    def __init__(self, corpus: Corpus, sizes: Sizes, hours: float, device: torch.device) -> None:
         chosen: list[Utterance] = []
         left = int(hours * 3600 * 24_000)
         for utterance in corpus.utterances:
@@ -53,6 +55,7 @@ class Crops:
         sound = np.concatenate([corpus.sound(one) for one in chosen]).reshape(-1, FRAME)
         codes = np.concatenate([corpus.codes(one) for one in chosen])
         assert len(sound) == len(codes)
+        codes[:, sizes.pointer] = 0
         self._sound_TS = torch.from_numpy(sound).to(device)
         self._codes_TQ = torch.from_numpy(codes).to(device)
 
@@ -71,22 +74,58 @@ class Judgement:
         self._device = device
         self._judges = Discriminators().to(device)
         parameters = list(self._judges.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, lr=JUDGE_RATE, betas=(0.8, 0.99))
+        self.optimizer = new_optimizer(parameters, betas=(0.8, 0.99), weight_decay=0.01)
         self._clip = Clip(parameters)
 
-    def learn(self, true_BS: Tensor, made_BS: Tensor, rate: float) -> Tensor:
-        set_rate(self._optimizer, rate)
-        with torch.autocast(self._device.type, torch.bfloat16):
+    def learn(self, true_BS: Tensor, made_BS: Tensor) -> Tensor:
+        with self._half():
             verdict = judge_loss(self._judges(true_BS), self._judges(made_BS.detach()))
-        self._clip.step(self._optimizer, verdict)
+        self._clip.step(self.optimizer, verdict)
         return verdict
 
     def loss(self, true_BS: Tensor, made_BS: Tensor) -> Tensor:
-        with torch.autocast(self._device.type, torch.bfloat16):
+        with self._half():
             with torch.no_grad():
                 true = self._judges(true_BS)
             made = self._judges(made_BS)
         return FOOLED * fooled_loss(made) + MATCHING * matching_loss(true, made)
+
+    def _half(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False)
+
+
+class Learning:
+    """The decoder with what teaches it; its two kinds of step, which may be recorded."""
+
+    def __init__(self, decoder: Code2WavNetwork, device: torch.device) -> None:
+        self.decoder = decoder
+        self._loss_of = SpectralLoss().to(device)
+        self.optimizer = new_optimizer(list(decoder.parameters()), betas=(0.8, 0.99), weight_decay=0.0)
+        self._clip = Clip(list(decoder.parameters()))
+        self.judgement = Judgement(device)
+
+    def by_spectra(self, sound_BS: Tensor, codes_BTQ: Tensor) -> Figures:
+        made_BS, true_BS = self._made(sound_BS, codes_BTQ)
+        spectral = self._loss_of(made_BS, true_BS)
+        return {"spectral": spectral.detach(), "norm": self._step(SPECTRAL * spectral)}
+
+    def judged(self, sound_BS: Tensor, codes_BTQ: Tensor) -> Figures:
+        made_BS, true_BS = self._made(sound_BS, codes_BTQ)
+        spectral = self._loss_of(made_BS, true_BS)
+        verdict = self.judgement.learn(true_BS, made_BS)
+        fooled = self.judgement.loss(true_BS, made_BS)
+        norm = self._step(SPECTRAL * spectral + fooled)
+        figures = {"spectral": spectral, "judge": verdict, "fooled": fooled, "norm": norm}
+        return {name: figure.detach() for name, figure in figures.items()}
+
+    def _made(self, sound_BS: Tensor, codes_BTQ: Tensor) -> tuple[Tensor, Tensor]:
+        made_BS = speak(self.decoder, self.decoder.embed(codes_BTQ))
+        return made_BS, sound_BS[:, : made_BS.shape[1]]
+
+    def _step(self, loss: Tensor) -> Tensor:
+        norm = self._clip.step(self.optimizer, loss)
+        keep_snakes_positive(self.decoder)
+        return norm
 
 
 def train_decoder(
@@ -99,35 +138,32 @@ def train_decoder(
     batch: int,
     hours: float,
     judged: float,
+    recorded: bool,
 ) -> None:
-    """`judged`: the share of the time, at the end, that has discriminators."""
-    decoder, crops = open_decoder(folder, sizes, device), Crops(corpus, hours, device)
+    """`judged`: the share of the time, at the end, that has discriminators. `recorded`: by CUDA graphs, where
+    there is a GPU."""
+    decoder, crops = open_decoder(folder, sizes, device), Crops(corpus, sizes, hours, device)
     quicken(decoder)
-    loss_of = SpectralLoss().to(device)
-    average, clip = Average(decoder, 0.999), Clip(list(decoder.parameters()))
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=RATE, betas=(0.8, 0.99), weight_decay=0.0)
-    judgement: Judgement | None = None
+    learning, average = Learning(decoder, device), Average(decoder, 0.999)
+    by_spectra = Stepper(learning.by_spectra, device, recorded=recorded)
+    by_judges = Stepper(learning.judged, device, recorded=recorded)
     frames, going = sizes.window * 3 // 2, True
     while going:
-        set_rate(optimizer, learning_rate(clock.fraction, RATE))
-        sound_BS, codes_BTQ = crops.draw(batch, frames)
-        made_BS = speak(decoder, decoder.embed(codes_BTQ))
-        true_BS = sound_BS[:, : made_BS.shape[1]]
-        figures: dict[str, Tensor | float] = {}
-        spectral = loss_of(made_BS, true_BS)
-        loss = SPECTRAL * spectral
-        if clock.fraction > 1 - judged:
-            judgement = judgement or Judgement(device)
-            rate = learning_rate(clock.fraction, JUDGE_RATE)
-            figures["judge"] = judgement.learn(true_BS, made_BS, rate)
-            fooled = judgement.loss(true_BS, made_BS)
-            figures["fooled"] = fooled
-            loss = loss + fooled
-        figures["norm"] = clip.step(optimizer, loss)
-        keep_snakes_positive(decoder)
+        set_rate(learning.optimizer, learning_rate(clock.fraction, RATE))
+        set_rate(learning.judgement.optimizer, learning_rate(clock.fraction, JUDGE_RATE))
+        stepper = by_judges if clock.fraction > 1 - judged else by_spectra
+        figures = stepper(*crops.draw(batch, frames))
         average.follow()
-        going = clock.tick({"spectral": spectral} | figures)
+        going = clock.tick(figures)
         if clock.time_to_save():
-            save_parts(folder, NAME, average.state())
+            save_parts(folder, NAME, without_pointer(average.state(), sizes))
     average.apply()
-    save_parts(folder, NAME, dict(decoder.state_dict()))
+    save_parts(folder, NAME, without_pointer(dict(decoder.state_dict()), sizes))
+
+
+def without_pointer(state: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """The same, but that every code of the pointer sounds as its first, the only one that training had."""
+    codes = state["codes"].clone()
+    pointer = codes.view(sizes.num_groups, sizes.codebook_size, -1)[sizes.pointer]
+    pointer.copy_(pointer[:1].expand_as(pointer).clone())
+    return state | {"codes": codes}

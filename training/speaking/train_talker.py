@@ -1,6 +1,6 @@
 """Stage `talker`: from rows of text and the frames so far to the next frame.
 
-Shapes: B sequences, L rows, T frames, Q groups.
+Shapes: B sequences, L rows, T frames, Q groups, N rows of a batch, K frames that also train the predictor.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.speaking.clock import Clip, Clock, learning_rate, set_rate
+from training.speaking.clock import Clip, Clock, learning_rate, new_optimizer, set_rate
 from training.speaking.corpus import Corpus, Utterance
-from training.speaking.prompts import TTS_PAD, VERBATIM, Prompts, user_turn
-from training.speaking.rows import Batch, Rows, input_rows
+from training.speaking.phonetics import Codes
+from training.speaking.pointing import pointer_codes
+from training.speaking.prompts import TTS_PAD, Prompts
+from training.speaking.rows import EMPTY_TARGET, Batch, Rows, input_rows
 from training.speaking.sizes import Sizes
+from training.speaking.stepping import Figures, Stepper
 from training.speaking.table import TextTable
 from training.speaking.talker import TalkerNet
 from training.speaking.weights import Average, load_parts, save_parts
@@ -28,9 +31,12 @@ NAME = "talker"
 RATE = 1.5e-3
 SEED = 20260102
 REFRESH_S = 45.0
-NOISY_CODES, LOST_FRAMES = 0.06, 0.02  # of what is fed back, so that a wrong code is not the end
-RESIDUAL_FRAMES = 6144  # of a step, that also train the code predictor
+# Of what is fed back, so that a wrong code is not the end. The pointer also slips by a little.
+NOISY_CODES, LOST_FRAMES, SLIPPED, SLIP = 0.05, 0.02, 0.15, 3
+RESIDUAL_SHARE = 0.4  # of a batch's rows: frames that also train the code predictor
+OTHERS_WEIGHT = 2.0  # of the mean of the other groups, beside the first
 JOINED = (1, 1, 1, 2, 3)  # utterances of an example
+LENGTHS = (48, 64, 80, 96, 128, 160, 224, 320, 448)  # rows of a batch's sequences: few shapes, each recorded
 
 
 def open_talker(folder: Path, sizes: Sizes, device: torch.device) -> TalkerNet:
@@ -46,11 +52,8 @@ class Examples:
 
     def __init__(self, sizes: Sizes, table: TextTable, prompts: Prompts, device: torch.device) -> None:
         self._sizes, self._table, self._prompts, self._device = sizes, table, prompts, device
-        self._texts: list[tuple[list[int], list[int]]] = []  # ids of the text, at a start and behind another
-        self._spans: list[tuple[int, int]] = []  # first frame, number of frames
-        self._codes: list[Tensor] = []
-        self._num_frames = 0
-        self._verbatim = prompts.ids(VERBATIM)
+        self._texts: list[tuple[int, list[int], list[int]]] = []  # letters; ids at a start, behind another
+        self._codes: list[Codes] = []
         self._random = Random(SEED)
         self.starts: npt.NDArray[np.int64] = np.zeros((0, 5), np.int64)  # as `Rows.batch` takes them
         self._rows: Rows | None = None
@@ -58,64 +61,76 @@ class Examples:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def add(self, utterances: list[Utterance], codes: list[Tensor]) -> None:
+    def add(self, utterances: list[Utterance], codes: list[Codes]) -> None:
         first = self._prompts.many_ids([one.text for one in utterances])
         later = self._prompts.many_ids([f" {one.text}" for one in utterances])
-        for ids, more, codes_TQ in zip(first, later, codes, strict=True):
-            self._texts.append((ids, more))
-            self._spans.append((self._num_frames, len(codes_TQ)))
-            self._codes.append(codes_TQ)
-            self._num_frames += len(codes_TQ)
+        lengths = [len(one.text) for one in utterances]
+        self._texts += zip(lengths, first, later, strict=True)
+        self._codes += codes
 
     def build(self) -> None:
-        """Neighbours are joined; every call joins other ones and draws other users' turns."""
-        random, count, rows, starts, at = self._random, len(self._texts), [], [], 0
-        others = [ids for ids, _ in random.choices(self._texts, k=min(count, 500))]
-        shift = random.randrange(3)
-        index = shift
+        """Neighbours are joined; every call joins other ones."""
+        random, count, rows, starts = self._random, len(self._texts), [], []
+        frames: list[Codes] = []
+        first_row = first_frame = index = 0
+        index = random.randrange(min(3, count))
         while index < count:
             size = min(random.choice(JOINED), count - index)
-            text = list(self._texts[index][0])
-            for joined in range(index + 1, index + size):
-                text += self._texts[joined][1]
-            frames = sum(self._spans[joined][1] for joined in range(index, index + size))
-            line = self._prompts.line(user_turn(random, self._verbatim, text, others), text)
-            found = self._table.find(line.rows)
-            if found is not None:
-                rows.append(found)
-                starts.append((at, len(found), line.prompt, self._spans[index][0], frames))
-                at += len(found)
+            row, codes_TQ, prompt = self._join(index, size)
             index += size
+            if prompt + len(codes_TQ) > LENGTHS[-1]:
+                continue
+            rows.append(row)
+            frames.append(codes_TQ)
+            starts.append((first_row, len(row), prompt, first_frame, len(codes_TQ)))
+            first_row, first_frame = first_row + len(row), first_frame + len(codes_TQ)
         self.starts = np.array(starts, np.int64)
         text_R = torch.from_numpy(np.concatenate(rows)).to(self._device)
+        codes_TQ = np.concatenate(frames)
         self._rows = Rows(
-            self._sizes, text_R, torch.cat(self._codes).to(self._device), self._table.place(TTS_PAD)
+            self._sizes, text_R, torch.from_numpy(codes_TQ).to(self._device), self._table.place(TTS_PAD)
         )
 
+    def _join(self, index: int, size: int) -> tuple[npt.NDArray[np.int32], Codes, int]:
+        """Rows, frames with their pointers, how many rows are prompt."""
+        pointer = self._sizes.pointer
+        codes_TQ = np.concatenate(self._codes[index : index + size])
+        tokens = list(self._texts[index][1])
+        letters, frames = self._texts[index][0], len(self._codes[index])
+        for joined in range(index + 1, index + size):
+            tokens += self._texts[joined][2]
+            span = slice(frames, frames + len(self._codes[joined]))
+            codes_TQ[span, pointer] += letters + 1  # a blank between
+            letters, frames = letters + 1 + self._texts[joined][0], span.stop
+        line = self._prompts.line(tokens)
+        codes_TQ[:, pointer] = pointer_codes(line, codes_TQ[:, pointer])
+        return self._table.find(line.rows), codes_TQ, line.prompt
+
     def batches(self, rows_a_batch: int) -> Iterator[Batch]:
-        """Of like lengths, in random order."""
+        """Of like lengths, each of one of LENGTHS and as many sequences as that allows, in random order."""
         assert self._rows is not None, "built"
-        rows = self._rows
         length = self.starts[:, 2] + self.starts[:, 4]
-        noise = np.random.default_rng(self._random.randrange(2**31)).uniform(0.9, 1.1, len(length))
-        order = np.argsort(length * noise)
-        groups: list[list[int]] = []
-        group: list[int] = []
-        longest = 0
-        for index in order:
-            longest = max(longest, int(length[index]))
-            if group and longest * (len(group) + 1) > rows_a_batch:
-                groups.append(group)
-                group, longest = [], int(length[index])
-            group.append(int(index))
-        groups.append(group)
+        groups: list[tuple[int, npt.NDArray[np.int64]]] = []
+        random = np.random.default_rng(self._random.randrange(2**31))
+        for shorter, longest in zip((0, *LENGTHS), LENGTHS, strict=False):
+            found = random.permutation(np.flatnonzero((length > shorter) & (length <= longest)))
+            size = max(rows_a_batch // longest, 1)
+            for start in range(0, len(found), size):
+                group = found[start : start + size]
+                more = random.choice(found, size - len(group))  # some twice rather than another shape
+                groups.append((longest, np.concatenate([group, more])))
         self._random.shuffle(groups)
-        for group in groups:
-            yield rows.batch(self.starts[group])
+        for longest, group in groups:
+            yield self._rows.batch(self.starts[group], longest)
 
 
 def disturb(batch: Batch, sizes: Sizes) -> Batch:
-    heard = batch.heard_BLQ
+    heard, pointer = batch.heard_BLQ, sizes.pointer
+    slip = torch.randint_like(heard[..., pointer], -SLIP, SLIP + 1)
+    slips = torch.rand(slip.shape, device=heard.device) < SLIPPED
+    slipped = (heard[..., pointer] + slip * slips).clamp(0, sizes.codebook_size - 1)
+    slipped = torch.where(heard[..., pointer] < 0, -1, slipped)
+    heard = torch.cat([heard[..., :pointer], slipped[..., None]], dim=-1)
     drawn = torch.randint_like(heard, sizes.codebook_size)
     wrong = torch.rand(heard.shape, device=heard.device) < NOISY_CODES
     heard = torch.where(wrong & (heard >= 0), drawn, heard)
@@ -125,14 +140,17 @@ def disturb(batch: Batch, sizes: Sizes) -> Batch:
 
 
 def losses(net: TalkerNet, table: TextTable, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of the first codes (the end among them), and [Q - 1] of the others."""
-    hidden_BLH = net.model(input_rows(net, table.rows_VX, table.nothing, batch))
-    said = (batch.target_BLQ[..., 0] >= 0).flatten().nonzero()[:, 0]
-    hidden_NH, target_NQ = hidden_BLH.flatten(0, 1)[said], batch.target_BLQ.flatten(0, 1)[said]
-    first = functional.cross_entropy(net.first_logits(hidden_NH).float(), target_NQ[:, 0])
-    some = torch.randperm(len(said), device=said.device)[:RESIDUAL_FRAMES]
-    some = some[target_NQ[some, 1] >= 0]
-    return first, net.residual_losses(hidden_NH[some], target_NQ[some])
+    """Mean cross entropy of the first codes (the end among them), and [Q - 1] of the others. Nothing here
+    waits for the device, and shapes depend on the batch's alone."""
+    hidden_NH = net.model(input_rows(net, table.rows_VX, batch)).flatten(0, 1)
+    target_NQ = batch.target_BLQ.flatten(0, 1)
+    first = functional.cross_entropy(
+        net.first_logits(hidden_NH).float(), target_NQ[:, 0], ignore_index=EMPTY_TARGET
+    )
+    has_frame_N = (target_NQ[:, 1] >= 0).float()
+    order_N = has_frame_N + torch.rand_like(has_frame_N)
+    some_K = order_N.topk(max(int(RESIDUAL_SHARE * len(target_NQ)), 1), sorted=False).indices
+    return first, net.residual_losses(hidden_NH[some_K], target_NQ[some_K])
 
 
 def train_talker(
@@ -143,27 +161,37 @@ def train_talker(
     prompts: Prompts,
     clock: Clock,
     rows_a_batch: int,
+    *,
+    recorded: bool,
 ) -> None:
+    """`recorded`: by CUDA graphs, where there is a GPU."""
     device = table.rows_VX.device
     net = open_talker(folder, sizes, device)
     examples = Examples(sizes, table, prompts, device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = new_optimizer(list(net.parameters()), betas=(0.9, 0.95), weight_decay=0.05)
     clip, average = Clip(list(net.parameters())), Average(net, 0.998)
+
+    def step(*inputs: Tensor) -> Figures:
+        with torch.autocast(device.type, torch.bfloat16, device.type == "cuda", cache_enabled=False):
+            first, others = losses(net, table, disturb(Batch(*inputs), sizes))
+        norm = clip.step(optimizer, first + OTHERS_WEIGHT * others.mean())
+        parts = {"phonemes": others[:4].mean(), "pointer": others[-1]}
+        figures = {"next": first, **parts, "norm": norm}
+        return {name: figure.detach() for name, figure in figures.items()}
+
+    stepper = Stepper(step, device, recorded=recorded)
     refreshed_s, going = -REFRESH_S, True
     while going:
         if not len(examples) or (clock.elapsed_s - refreshed_s >= REFRESH_S and clock.fraction < 0.9):
-            refreshed_s = clock.elapsed_s
             fresh = corpus.refresh() if len(examples) else corpus.utterances
-            examples.add(fresh, [torch.from_numpy(corpus.codes(one)) for one in fresh])
+            examples.add(fresh, [corpus.codes(one) for one in fresh])
             examples.build()
+            refreshed_s = clock.elapsed_s
             clock.say({"stage": "talker", "examples": len(examples), "hours": round(corpus.hours, 2)})
         for batch in examples.batches(rows_a_batch):
             set_rate(optimizer, learning_rate(clock.fraction, RATE))
-            with torch.autocast(device.type, torch.bfloat16):
-                first, others = losses(net, table, disturb(batch, sizes))
-            norm = clip.step(optimizer, first + others.mean())
+            figures = stepper(batch.text_BL, batch.opening_BL, batch.heard_BLQ, batch.target_BLQ)
             average.follow()
-            figures = {"first": first, "second": others[0], "last": others[-1], "norm": norm}
             going = clock.tick(figures)
             if clock.time_to_save():
                 save_parts(folder, NAME, average.state())

@@ -17,7 +17,7 @@ from lm_engine.decoder import DecoderStack
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.memory import allocate_kv
 from lm_engine.talker.engine import TalkerEngine
-from lm_engine.talker.model import TalkerConfig, TalkerPrompt
+from lm_engine.talker.model import TalkerConfig, TalkerPrompt, as_written
 from lm_engine.talker.predictor import CodePredictor
 from lm_engine.talker.runner import TalkerRunner
 from lm_engine.transfer import to_device
@@ -82,6 +82,9 @@ class TinyTalker:
             positions_AP=np.arange(length, dtype=np.int64)[None],
             position_delta=0,
         )
+
+    def speller(self):
+        return as_written
 
     def reserve(self, max_sequences):
         self.predictor.reserve(max_sequences)

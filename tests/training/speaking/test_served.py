@@ -22,9 +22,10 @@ from model_families.omnistage_nano.shipped_speech import speaking_tensors
 from model_families.omnistage_nano.speech import SPEECH
 from model_families.qwen3_omni_moe.vocoder import Names
 from tests.model_families.talking import StubProcessor
+from tests.tiny_models import build_tokenizer
 from training.speaking.convert import code2wav_name, code2wav_tensors, sections, talker_tensors
 from training.speaking.decoder import new_decoder, speak
-from training.speaking.prompts import TTS_BOS, TTS_EOS, TTS_PAD, Line
+from training.speaking.prompts import TTS_BOS, TTS_EOS, TTS_PAD, Line, Prompts
 from training.speaking.sampling import Speaker
 from training.speaking.sizes import TINY
 from training.speaking.table import TextTable
@@ -34,9 +35,9 @@ torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SIZES = replace(TINY, talker=replace(TINY.talker, text_width=24))
 VOCABULARY = 49216
-START, END, NEWLINE = 1, 2, 198
+START, END = 1, 2
 SYSTEM, USER, ASS, ISTANT = 9690, 4093, 520, 9531
-FRAMES = 9
+FRAMES = 24
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,15 @@ def words():
 
 
 @pytest.fixture(scope="module")
-def folder(trained, words, tmp_path_factory):
+def tokenizer():
+    return build_tokenizer(merges=[("h", "o"), ("Ġ", "s"), ("l", "d"), ("Ċ", "Ċ")]).backend_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(trained, words, tokenizer, tmp_path_factory):
     decoder, net = trained
     folder = tmp_path_factory.mktemp("nano")
+    tokenizer.save(str(folder / "tokenizer.json"))
     tensors = speaking_tensors(talker_tensors(net) | code2wav_tensors(decoder))
     tensors["thinker.model.embed_tokens.weight"] = words
     save_file(
@@ -75,18 +82,22 @@ def folder(trained, words, tmp_path_factory):
     return folder
 
 
-def test_the_talker_draws_the_same_frames(trained, words, folder):
+def test_the_talker_draws_the_same_frames(trained, words, tokenizer, folder):
     net = trained[1]
-    user, text = [300, 301, 302], [400, 401, 402, 403]
-    turn = [START, USER, NEWLINE, *user, END, NEWLINE]
+    text = "Hold 4242 sheep."
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
     table = TextTable(torch.arange(VOCABULARY), words, CPU)
     table.rows_VX = table.rows_VX.float()
-    prompt = [*turn, START, ASS, ISTANT, *[TTS_PAD] * 4, TTS_BOS, NEWLINE]
-    line = Line(np.array([*prompt, *text, TTS_EOS], np.int32), len(prompt))
+    line = Prompts(tokenizer).line(ids)
+    head = [START, ASS, ISTANT, *[TTS_PAD] * 4, TTS_BOS]
+    line = Line(np.array([*head, *line.rows[line.prompt - 1 :]], np.int32), len(head) + 1, line.letter_ends)
+    assert TTS_PAD in line.rows[len(head) :]
+    assert line.rows[-1] == TTS_EOS
     wanted = Speaker(net, table).speak([line], temperature=0.0, max_frames=FRAMES)[0]
     assert len({tuple(frame) for frame in wanted.tolist()}) > 2  # it does not stand still
-    system = [START, SYSTEM, NEWLINE, 305, END, NEWLINE]
-    served = asyncio.run(_serve(folder, [*system, *turn, START, ASS, ISTANT, NEWLINE], text))
+    newline = tokenizer.encode("\n", add_special_tokens=False).ids
+    turns = [START, SYSTEM, *newline, 305, END, *newline, START, USER, *newline, 300, 301, END, *newline]
+    served = asyncio.run(_serve(folder, [*turns, START, ASS, ISTANT, *newline], ids))
     assert served == [tuple(frame) for frame in wanted.tolist()]
 
 
@@ -110,7 +121,9 @@ async def _serve(folder, prompt, text):
         )
         nothing = torch.zeros(0, SIZES.talker.text_width)
         engine.prompt_ready("a", {"positions": torch.zeros(0, dtype=torch.int64), "hidden": nothing}, True)
-        engine.text_ready("a", {"token_ids": torch.tensor(text)}, True)
+        for token in text[:-1]:
+            engine.text_ready("a", {"token_ids": torch.tensor([token])}, False)
+        engine.text_ready("a", {"token_ids": torch.tensor(text[-1:])}, True)
         for _ in range(100):
             if not engine.has_work():
                 break

@@ -1,0 +1,1 @@
+"""What trains the default model's own weights on a machine that fetches nothing: gathered, set up, run."""

@@ -1,0 +1,95 @@
+"""Where everything lies in a kit on the machine that trains, and what its programs are started with."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+SPEECH_PACKAGE = "hibari-tts==0.2.1"
+# What the programs import and the machine may lack; all else they import comes with torch and transformers.
+PACKAGES = (SPEECH_PACKAGE, "gguf", "msgspec", "xxhash", "soxr")
+PROGRAMS = (
+    "model_families.default_model.build",
+    "training.seeing.train",
+    "training.speaking.run",
+    "training.speaking.synthesis",
+    "training.hearing.train",
+    "training.hearing.synthesis",
+)
+SHARES = 64  # of the sentences: so many workers there can be, each with its own
+
+
+@dataclass(frozen=True)
+class Layout:
+    root: Path
+
+    @property
+    def wheels(self) -> Path:
+        return self.root / "wheels"
+
+    @property
+    def site(self) -> Path:
+        return self.root / "site"
+
+    @property
+    def fonts(self) -> Path:
+        return self.root / "fonts"
+
+    @property
+    def weights(self) -> Path:
+        """The language model's published file."""
+        return self.root / "weights.gguf"
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def assets(self) -> Path:
+        """`tokenizer.json`, `table.safetensors`, and `encoder.safetensors` where hearing is trained."""
+        return self.root / "assets"
+
+    @property
+    def seeing(self) -> Path:
+        return self.root / "seeing"
+
+    @property
+    def speaking(self) -> Path:
+        return self.root / "speaking"
+
+    @property
+    def hearing(self) -> Path:
+        return self.root / "hearing"
+
+    @property
+    def spoken(self) -> Path:
+        """The corpus of speech."""
+        return self.root / "spoken"
+
+    @property
+    def heard(self) -> Path:
+        return self.root / "heard"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def environment(self, devices: str | None = None) -> dict[str, str]:
+        """Of a program: the carried packages, one thread of arithmetic a process. `devices`: the GPUs it
+        sees."""
+        found = dict(os.environ)
+        paths = [str(self.site), *filter(None, [found.get("PYTHONPATH")])]
+        found |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+        found |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        if devices is not None:
+            found["CUDA_VISIBLE_DEVICES"] = devices
+        return found
+
+
+def speaker(layout: Layout, share: int, seconds: float) -> list[str]:
+    """The command of one worker of the corpus of speech."""
+    command = [sys.executable, "-m", "training.speaking.synthesis", str(layout.spoken)]
+    command += ["--worker", str(share), "--workers", str(SHARES), "--seconds", f"{seconds:.0f}"]
+    return [*command, "--tokenizer", str(layout.assets / "tokenizer.json")]

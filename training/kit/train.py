@@ -1,0 +1,227 @@
+"""`train ROOT --seconds S --out OUT`: what a kit trains, side by side, each until its own time is over.
+
+A stage that fails is begun again once, from what it had saved; the others do not notice. What they have
+saved is copied to OUT every half minute and at the end. The exit code tells whether all went well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from training.kit.layout import Layout, speaker
+from training.kit.outcome import save_outcome
+from training.kit.unpack import count_gpus
+
+StageName = Literal["seeing", "decoder", "talker", "hearing"]
+STAGES: tuple[StageName, ...] = ("seeing", "decoder", "talker", "hearing")
+USUAL = STAGES[:3]
+SAMPLE = "sample"  # speaks with what decoder and talker came to
+AFTERWARDS_S = {"seeing": 40.0, "decoder": 32.0, "talker": 32.0, "hearing": 30.0, SAMPLE: 0.0}
+ENDING_S = 5.0  # to copy the last of it
+SAVED_EVERY_S, TOLD_EVERY_S = 30.0, 30.0
+WORTH_ANOTHER_TRY_S = 60.0
+FIRST_SHARE = 48  # of the sentences, of speakers beside training
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who gets which GPUs ("0,1", "" for none) and how many cores."""
+
+    devices: dict[str, str]
+    loaders: int  # that draw pictures
+    speakers: int
+    listeners: int  # that speak what is heard, where hearing is trained
+
+
+def divide(stages: Sequence[str], num_gpus: int, num_cores: int) -> Division:
+    """Seeing has a GPU of its own as soon as there are two. One core a stage, some for speech, the rest for
+    pictures."""
+    devices = {}
+    others = [stage for stage in stages if stage != "seeing"]
+    for stage in stages:
+        if num_gpus < 2 or stage == "seeing":
+            devices[stage] = "0" if num_gpus else ""
+        else:
+            devices[stage] = str(1 + others.index(stage) % (num_gpus - 1))
+    speaks = bool({"decoder", "talker"} & set(stages))
+    speakers = max(num_cores // 8, 1) if speaks else 0
+    listeners = max(num_cores // 3, 1) if "hearing" in stages else 0
+    left = num_cores - len(stages) - speakers - listeners
+    return Division(devices, min(max(left, 1), 26) if "seeing" in stages else 0, speakers, listeners)
+
+
+@dataclass
+class Stage:
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    tries: int = 0
+    failed: bool = False
+
+    @property
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return lines[-1][:300] if lines else ""
+
+
+class Training:
+    def __init__(
+        self, kit: Layout, stages: Sequence[str], division: Division, end_s: float, out: Path, *, trial: bool
+    ) -> None:
+        self._kit, self._division, self._end_s, self._out, self._trial = kit, division, end_s, out, trial
+        self.stages = [Stage(name, kit.logs / f"{name}.log") for name in stages]
+        self._helpers: list[subprocess.Popen[bytes]] = []
+        self._saved_s = self._told_s = time.time()
+
+    def run(self) -> bool:
+        """Whether every stage did what it was to do."""
+        self._kit.logs.mkdir(exist_ok=True)
+        try:
+            self._start_speakers()
+            for stage in self.stages:
+                self._start(stage)
+            while self._running and time.time() < self._end_s - ENDING_S / 2:
+                time.sleep(0.5)
+                self._look()
+            for stage in self._running:
+                self._tell(f"{stage.name} did not end in time")
+                stage.failed = True
+        finally:
+            for process in [*self._helpers, *(stage.process for stage in self.stages)]:
+                if process is not None and process.poll() is None:
+                    process.kill()
+                    process.wait()
+            self._save()
+        return not any(stage.failed for stage in self.stages)
+
+    @property
+    def _running(self) -> list[Stage]:
+        return [stage for stage in self.stages if stage.process is not None]
+
+    # --- one stage ------------------------------------------------------------------------------------------
+    def _start(self, stage: Stage) -> None:
+        devices = self._division.devices["decoder" if stage.name == SAMPLE else stage.name]
+        stage.tries += 1
+        with stage.log.open("a") as log:
+            stage.process = subprocess.Popen(
+                self._command(stage.name),
+                env=self._kit.environment(devices),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+        self._tell(f"{stage.name} begins on GPU {devices or 'none'}")
+
+    def _command(self, name: str) -> list[str]:
+        kit, end_s = self._kit, self._end_s - ENDING_S - AFTERWARDS_S[name]
+        python = [sys.executable, "-m"]
+        if name == "seeing":
+            command = [*python, "training.seeing.train", str(kit.base), str(kit.seeing)]
+            command += ["--fonts", str(kit.fonts), "--seconds", f"{end_s - time.time():.1f}"]
+            command += ["--workers", str(self._division.loaders)]
+            if (kit.seeing / "state.json").exists():
+                command += ["--resume", str(kit.seeing)]
+            trial = ["--batch", "2", "--evaluated", "1", "--report-s", "1", "--save-s", "2"]
+            return command + (trial if self._trial else [])
+        if name == "hearing":
+            command = [*python, "training.hearing.train", str(kit.hearing), "--assets", str(kit.assets)]
+            command += ["--corpus", str(kit.heard), "--seconds", f"{end_s - time.time():.1f}"]
+            return [*command, "--workers", str(self._division.listeners)]
+        return self._speaking(name) + ([] if name == SAMPLE else ["--end", f"{end_s:.1f}"])
+
+    def _speaking(self, stage: str) -> list[str]:
+        kit = self._kit
+        command = [sys.executable, "-m", "training.speaking.run", stage, str(kit.speaking)]
+        command += ["--assets", str(kit.assets), "--corpus", str(kit.spoken)]
+        trial = ["--sizes", "tiny", "--hours", "0.001", "--batch", "2", "--rows", "512"]
+        return command + (trial if self._trial else [])
+
+    def _start_speakers(self) -> None:
+        for index in range(self._division.speakers):
+            command = speaker(self._kit, FIRST_SHARE + index, 0.5 * (self._end_s - time.time()))
+            with (self._kit.logs / f"speaker-{FIRST_SHARE + index}.log").open("w") as log:
+                environment = self._kit.environment("")
+                self._helpers.append(
+                    subprocess.Popen(["nice", "-n", "10", *command], env=environment, stdout=log, stderr=log)
+                )
+
+    # --- all of them ----------------------------------------------------------------------------------------
+    def _look(self) -> None:
+        for stage in self._running:
+            assert stage.process is not None
+            if (code := stage.process.poll()) is not None:
+                stage.process = None
+                self._ended(stage, code)
+        self._sample_in_time()
+        if time.time() - self._told_s > TOLD_EVERY_S:
+            self._told_s = time.time()
+            for stage in self._running:
+                self._tell(f"{stage.name}: {stage.last_line}")
+        if time.time() - self._saved_s > SAVED_EVERY_S:
+            self._save()
+
+    def _ended(self, stage: Stage, code: int) -> None:
+        if code == 0:
+            self._tell(f"{stage.name} has ended: {stage.last_line}")
+            return
+        lines = stage.log.read_text(errors="replace").splitlines()[-25:]
+        self._tell("\n".join([f"{stage.name} FAILED with {code}:", *lines]))
+        left_s = self._end_s - time.time() - ENDING_S - AFTERWARDS_S.get(stage.name, 0.0)
+        if stage.tries == 1 and left_s > WORTH_ANOTHER_TRY_S:
+            self._start(stage)
+        else:
+            stage.failed = True
+
+    def _sample_in_time(self) -> None:
+        """Once neither decoder nor talker is trained any longer, they speak held-out sentences."""
+        names = {stage.name for stage in self.stages}
+        spoken = {"decoder", "talker"}
+        if spoken <= names and SAMPLE not in names and not spoken & {stage.name for stage in self._running}:
+            self.stages.append(Stage(SAMPLE, self._kit.logs / f"{SAMPLE}.log"))
+            self._start(self.stages[-1])
+
+    def _save(self) -> None:
+        self._saved_s = time.time()
+        for left in save_outcome(self._kit, self._out):
+            self._tell(f"no room to bring back {left}")
+
+    def _tell(self, what: str) -> None:
+        print(f"[{self._end_s - time.time():.0f} s left] {what}", flush=True)
+
+
+def train(kit: Layout, *, stages: Sequence[str], seconds: float, out: Path, trial: bool) -> bool:
+    """Raises SystemExit when the kit is not whole."""
+    end_s = time.time() + seconds
+    needed = [kit.base / "model.safetensors", kit.fonts, kit.assets / "table.safetensors", kit.site]
+    if "hearing" in stages:
+        needed.append(kit.assets / "encoder.safetensors")
+    if lacking := [str(path) for path in needed if not path.exists()]:
+        raise SystemExit(f"the kit is not whole, {lacking} are not there: unpack every folder first")
+    num_gpus, num_cores = count_gpus(kit), os.cpu_count() or 1
+    division = divide(stages, num_gpus, num_cores)
+    print(f"GPUs {num_gpus}, {num_cores} cores: {division}", flush=True)
+    for folder in (kit.seeing, kit.speaking, kit.hearing, kit.spoken, kit.heard, kit.logs):
+        folder.mkdir(exist_ok=True)
+    return Training(kit, stages, division, end_s, out, trial=trial).run()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--seconds", type=float, required=True, help="from now until everything is over")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=USUAL)
+    parser.add_argument("--trial", action="store_true", help="tiny sizes, to try it on a CPU")
+
+
+def main(given: argparse.Namespace) -> None:
+    kit = Layout(given.root.absolute())
+    fine = train(kit, stages=given.stages, seconds=given.seconds, out=given.out.absolute(), trial=given.trial)
+    sys.exit(0 if fine else 1)
