@@ -142,6 +142,13 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
         help="of this machine, when it has several and the wrong one is taken",
     )
     add("--token", metavar="SECRET", help="the server's (or OMNISTAGE_WORKER_TOKEN)")
+    add(
+        "--wait",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="for a server that does not answer yet, or not any more (default: %(default)g)",
+    )
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +201,13 @@ def _port(text: str) -> int:
     if not 0 <= port <= 65535:
         raise ValueError(text)
     return port
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
 
 
 def _say(message: str) -> None:
@@ -297,7 +311,7 @@ def _worker(parsed: argparse.Namespace) -> int:
         return _fail(f"--connect {parsed.connect!r}: want tcp://HOST:PORT")
     if not token:
         return _fail(f"--token or {TOKEN_VARIABLE}: want the server's")
-    options = AgentOptions(host, port, parsed.name, token, parsed.model, parsed.address)
+    options = AgentOptions(host, port, parsed.name, token, parsed.model, parsed.address, parsed.wait)
 
     async def run() -> None:
         task = asyncio.current_task()

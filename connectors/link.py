@@ -12,6 +12,7 @@ _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 MAX_FRAME_BYTES = 1 << 24
 CONNECT_TIMEOUT_S = 5.0
+LEFTOVER_BYTES = 64
 SILENCE_S = 20  # of a peer's kernel, after which it is taken for dead
 
 
@@ -39,6 +40,11 @@ class Link:
         self._outgoing = bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing = False
+
+    @property
+    def leftover(self) -> bytes:
+        """The beginning of what came and is no whole frame: it tells who spoke otherwise."""
+        return bytes(self._incoming[:LEFTOVER_BYTES])
 
     @property
     def local_host(self) -> str:
@@ -108,7 +114,8 @@ class Link:
             (length,) = _LENGTH.unpack_from(self._incoming, position)
             if length > self.max_frame_bytes:
                 self._end()
-                self._incoming.clear()
+                del self._incoming[:position]
+                del self._incoming[LEFTOVER_BYTES:]
                 return frames
             start = position + _LENGTH.size
             if len(self._incoming) - start < length:

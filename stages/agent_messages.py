@@ -27,6 +27,10 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 # --- front → agent ------------------------------------------------------------------------------------------
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """First on a link that is not refused: this is a front process, which may want the worker later."""
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The link ends here. `final`: another try will go no better."""
 
@@ -45,7 +49,7 @@ class Kill(msgspec.Struct, frozen=True, tag=True):
 
 
 FromAgent = Join | Declined | Ended
-ToAgent = Refused | Start | Kill
+ToAgent = Welcome | Refused | Start | Kill
 _encode = msgspec.msgpack.Encoder().encode
 _decode_from_agent = msgspec.msgpack.Decoder(FromAgent).decode
 _decode_to_agent = msgspec.msgpack.Decoder(ToAgent).decode
@@ -61,4 +65,5 @@ def from_agent(link: Link) -> list[FromAgent]:
 
 
 def to_agent(link: Link) -> list[ToAgent]:
+    """Raises msgspec.DecodeError."""
     return [_decode_to_agent(frame) for frame in link.receive()]

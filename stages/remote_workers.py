@@ -15,7 +15,18 @@ import msgspec
 
 from connectors.link import Link
 from contracts.version import VERSION
-from stages.agent_messages import Declined, Ended, FromAgent, Join, Kill, Refused, Start, from_agent, tell
+from stages.agent_messages import (
+    Declined,
+    Ended,
+    FromAgent,
+    Join,
+    Kill,
+    Refused,
+    Start,
+    Welcome,
+    from_agent,
+    tell,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +74,7 @@ class RemotePlace:
     def joined(self, link: Link) -> None:
         self._link = link
         link.watch(self._heard)
+        tell(link, Welcome())
         logger.info("the agent of worker %s has joined from %s", self._name, link.peer_host)
         if self._process is not None:
             tell(link, Start(self._process.setup))
