@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from connectors.link import Link, connect
-from contracts.errors import EngineError
+from contracts.errors import EngineError, OmnistageError
 from contracts.version import VERSION
 from stages.agent_messages import Declined, Ended, Join, Kill, Refused, Start, Welcome, tell, to_agent
 from stages.fingerprint import checkpoint_fingerprint
@@ -174,12 +174,15 @@ class _Session:
         from stages.worker_main import decode_setup
 
         setup = decode_setup(self._made_local(setup_json))
-        folder = model_folder(setup.options)
+        folder = setup.options.model
         try:
+            folder = model_folder(setup.options)
             same = checkpoint_fingerprint(folder) == setup.checkpoint
             reason = "" if same else f"the checkpoint in {folder} is another one than the front process has"
         except OSError as error:
             reason = f"the checkpoint in {folder} cannot be read: {error.strerror}"
+        except OmnistageError as error:
+            reason = error.message
         if reason:
             tell(self._link, Declined(reason))
             self._refused = Refused(reason, final=True)

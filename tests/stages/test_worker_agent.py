@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from api import cli
 from contracts.errors import EngineError
 from stages import worker_agent
+from stages.options import ServeOptions
 from stages.remote_workers import Rendezvous
 from stages.worker_agent import AgentOptions, run_agent
+from stages.worker_main import WorkerSetup
 from tests.api.fakes import ScriptedService
 from tests.api.serving import running
 from tests.served import TIMEOUT_S
@@ -161,5 +166,39 @@ def test_a_front_process_that_wants_nothing_yet_is_no_stranger(monkeypatch: pyte
         rendezvous.close()
         with pytest.raises(EngineError, match="nobody answers at"):
             await running
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("missing", ["folder", "config", "weights"])
+def test_a_checkpoint_that_is_not_here_is_declined_by_name(tmp_path: Path, missing: str) -> None:
+    if missing != "folder":
+        (tmp_path / "model").mkdir()
+    if missing == "weights":
+        (tmp_path / "model" / "config.json").write_text("{}")
+    setup = WorkerSetup(
+        name="lm",
+        stages=(),
+        endpoint="",
+        token="",
+        options=ServeOptions(model=Path("/of/the/server")),
+        edges=(),
+        arena=None,
+        threads=1,
+        heartbeat_s=1.0,
+        kv_blocks={},
+        checkpoint="another",
+    )
+
+    async def run() -> None:
+        rendezvous = Rendezvous(HERE, 0, "secret", ["lm"])
+        rendezvous.start()
+        content = msgspec.json.encode(setup, enc_hook=str)
+        rendezvous.places["lm"].fork("lm", content, (), lambda: None)
+        port = int(rendezvous.endpoint.rpartition(":")[2])
+        options = replace(agent(port), model=tmp_path / "model")
+        with pytest.raises(EngineError, match=f"worker lm is refused: .*{tmp_path / 'model'}"):
+            await run_agent(options)
+        rendezvous.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
