@@ -57,6 +57,12 @@ class StagePlan:
     def total(self) -> int:
         return self.weights + self.cache + self.activations + self.graphs + self.edges
 
+    @property
+    def claim(self) -> int:
+        """Of a GPU, that nobody else may have: what it needs, or what it was told it may use. The host is
+        shared with everything else, and a bound there is only a bound."""
+        return max(self.total, self.limit or 0) if self.device.startswith("cuda") else self.total
+
 
 def check_devices(deployment: Deployment) -> None:
     """Refuses a GPU that this machine has not, before anything asks it for its memory."""
@@ -102,12 +108,20 @@ def host_bytes() -> int:
 
 
 def stage_limit(name: str, config: PlacedConfig, device: str, memory: DeviceMemory) -> int | None:
-    wanted = config.memory
+    wanted, where = config.memory, f"stage.{name}.memory"
     if wanted is None:
         return None
-    if isinstance(wanted, float) and wanted <= 1.0:
+    if isinstance(wanted, float) and wanted < MIB:
+        if not 0 < wanted <= 1:
+            raise DeploymentError(
+                f"{where}: a fraction of the device is above 0 and at most 1, is {wanted};"
+                ' bytes are written like "48GiB"'
+            )
         return int(memory.of(device) * wanted)
-    return parse_bytes(int(wanted) if isinstance(wanted, float) else wanted, f"stage.{name}.memory")
+    num_bytes = parse_bytes(int(wanted) if isinstance(wanted, float) else wanted, where)
+    if num_bytes <= 0:
+        raise DeploymentError(f"{where}: must be positive")
+    return num_bytes
 
 
 def plan_ranks(
@@ -210,7 +224,7 @@ def share_out(plans: list[StagePlan], memory: DeviceMemory) -> list[StagePlan]:
     for plan in plans:
         if plan.kv_share:
             on_device = [other for other in plans if other.device == plan.device]
-            left = int(memory.of(plan.device) * CUDA_SHARE) - sum(other.total for other in on_device)
+            left = int(memory.of(plan.device) * CUDA_SHARE) - sum(other.claim for other in on_device)
             claim = plan.kv_share / sum(other.kv_share for other in on_device)
             plan = replace(plan, cache=plan.cache + max(0, int(left * claim)))
         shared.append(plan)
@@ -261,9 +275,12 @@ def check_plan(plans: list[StagePlan], memory: DeviceMemory) -> None:
             )
     for device in {plan.device for plan in plans}:
         on_device = [plan for plan in plans if plan.device == device]
-        total, free = sum(plan.total for plan in on_device), memory.of(device)
+        total, free = sum(plan.claim for plan in on_device), memory.of(device)
         if total > free:
-            parts = ", ".join(f"{plan.stage} {_size(plan.total)}" for plan in on_device)
+            parts = ", ".join(
+                f"{plan.stage} {_size(plan.claim)}{' by its `memory`' if plan.claim > plan.total else ''}"
+                for plan in on_device
+            )
             raise DeploymentError(f"device {device}: {_size(total)} wanted ({parts}), {_size(free)} free")
 
 

@@ -232,6 +232,41 @@ def test_what_edges_hold_on_a_gpu_is_planned(
         make_plan(too_much)
 
 
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (
+            ("0.5", "0.55"),
+            r"device cuda:0: 84\.00 GiB wanted .*vision 40\.00 GiB.*thinker 44\.00 GiB.* 80\.00",
+        ),
+        (("40GiB", "60GiB"), r"100\.00 GiB wanted .*vision 40\.00 GiB.*thinker 60\.00 GiB"),
+        (("2GiB", "1.0"), r"82\.00 GiB wanted"),
+        (("1.5", "0.5"), r"stage\.vision\.memory: a fraction .* is 1\.5"),
+        (("0.2", "-0.5"), r"stage\.thinker\.memory: a fraction .* is -0\.5"),
+        (("0.2", "0"), r"stage\.thinker\.memory: must be positive"),
+    ],
+)
+def test_memory_promised_twice_is_refused(tmp_path: Path, memory: tuple[str, str], words: str) -> None:
+    """MEM-01: what a stage may use counts, not what it needs at least."""
+    folder = write_shape_folder("qwen2_5_vl_3b", tmp_path / "shape")
+    overrides = tuple(
+        f"{stage}.{field}={value}"
+        for stage, share in zip(("vision", "thinker"), memory, strict=True)
+        for field, value in (("devices", "cuda:0"), ("memory", share))
+    )
+    with pytest.raises(DeploymentError, match=words):
+        make_plan(ServeOptions(model=folder, overrides=overrides, assumed_gpu_memory="80GiB"))
+
+
+def test_a_promise_to_one_stage_is_kept_from_the_others(tmp_path: Path) -> None:
+    """A cache without a bound of its own is given what the others may not use."""
+    folder = write_shape_folder("qwen2_5_vl_3b", tmp_path / "shape")
+    overrides = ("vision.devices=cuda:0", "thinker.devices=cuda:0", "vision.memory=0.5")
+    plan = make_plan(ServeOptions(model=folder, overrides=overrides, assumed_gpu_memory="80GiB"))
+    assert plan.stage("thinker").total <= 40 << 30
+    assert plan.stage("thinker").total > 30 << 30
+
+
 def test_a_gpu_too_small_for_the_weights_is_refused(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
     one_gpu(64 << 30)
     with pytest.raises(DeploymentError, match=r"device cuda:0: .* wanted \(vision .*64\.00 GiB free"):
