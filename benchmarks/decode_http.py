@@ -5,6 +5,7 @@ JSON, version `omnistage.bench.decode/1`: `environment`, `output_tokens`, `repea
     stream_tok_s  tokens after the first chunk over the time they took, of one stream
     sum_tok_s     all tokens of all streams over first request written -> last chunk, prefill included
     ttft_ms       request written -> first chunk with output
+    prompt_tokens as the server counts them, where it does
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class DecodeRun(msgspec.Struct, frozen=True):
     stream_tok_s: tuple[float, ...]
     sum_tok_s: float | None
     ttft_ms: tuple[float, ...]
+    prompt_tokens: tuple[int, ...]
     failures: tuple[str, ...]
     disobeyed: int
 
@@ -58,12 +60,14 @@ class DecodeFigure(msgspec.Struct, frozen=True):
     stream_tok_s: float | None
     sum_tok_s: float | None
     ttft_ms: float | None
+    prompt_tokens: float | None
     num_failed: int
 
 
 class DecodeReport(msgspec.Struct, frozen=True):
     environment: Environment
     servers: dict[str, ServerInfo]
+    prompt_words: int
     output_tokens: int
     repeats: int
     figures: tuple[DecodeFigure, ...]
@@ -88,6 +92,7 @@ class DecodeOptions:
     seed: int
     floor_tok_s: float | None
     command: tuple[str, ...]
+    prompt_words: int = PROMPT_WORDS
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ async def measure(options: DecodeOptions, clock: Clock) -> DecodeReport:
     return DecodeReport(
         environment=describe_environment(options.command),
         servers={server.name: server.info for server in servers},
+        prompt_words=options.prompt_words,
         output_tokens=options.output_tokens,
         repeats=options.repeats,
         figures=tuple(figure_of(name, streams, runs) for name, streams in pairs),
@@ -136,7 +142,7 @@ async def _reach(name: str, url: str, options: DecodeOptions, clock: Clock) -> _
 async def _round(server: _Server, streams: int, repeat: int, options: DecodeOptions) -> DecodeRun:
     """Every server gets the same prompts, and no prompt comes twice: prefix caches do not help."""
     rng = random.Random(f"{options.seed}:{streams}:{repeat}")
-    prompts = [Message("user", text_of(rng, PROMPT_WORDS)).encode() for _ in range(streams)]
+    prompts = [Message("user", text_of(rng, options.prompt_words)).encode() for _ in range(streams)]
     bodies = [server.shape.body([prompt]) for prompt in prompts]
     records = await asyncio.gather(*(stream_chat(server.pool, body, options.timeout_s) for body in bodies))
     return run_of(server.name, repeat, records, server.shape)
@@ -156,6 +162,7 @@ def run_of(server: str, repeat: int, records: Sequence[StreamRecord], shape: Req
         stream_tok_s=tuple(1e3 / timing.tpot_ms for timing in timings if timing.tpot_ms),
         sum_tok_s=num_tokens / span_s if span_s > 0 else None,
         ttft_ms=tuple(timing.ttft_ms for timing in timings if timing.ttft_ms is not None),
+        prompt_tokens=tuple(usage.prompt_tokens for usage in (record.usage for record in good) if usage),
         failures=tuple(record.failure.label for record in records if record.failure is not None),
         disobeyed=sum(obeyed_length(record, shape) is False for record in good),
     )
@@ -169,6 +176,7 @@ def figure_of(server: str, streams: int, runs: Sequence[DecodeRun]) -> DecodeFig
         stream_tok_s=median([rate for run in mine for rate in run.stream_tok_s]),
         sum_tok_s=median([run.sum_tok_s for run in mine if run.sum_tok_s is not None]),
         ttft_ms=median([ttft for run in mine for ttft in run.ttft_ms]),
+        prompt_tokens=median([tokens for run in mine for tokens in run.prompt_tokens]),
         num_failed=sum(len(run.failures) for run in mine),
     )
 
@@ -193,6 +201,7 @@ def format_report(report: DecodeReport) -> str:
             number(figure.stream_tok_s),
             number(figure.sum_tok_s),
             number(figure.ttft_ms),
+            number(figure.prompt_tokens),
             str(figure.num_failed),
             number(report.floor_tok_s),
         ]
@@ -203,6 +212,7 @@ def format_report(report: DecodeReport) -> str:
         "tok/s a stream",
         "tok/s in sum",
         "TTFT ms",
+        "prompt tokens",
         "failed",
         "ceiling tok/s a stream",
     ]
@@ -212,7 +222,7 @@ def format_report(report: DecodeReport) -> str:
     ]
     about = (
         f"medians of {report.repeats} rounds, {report.output_tokens} tokens out,"
-        f" prompts of {PROMPT_WORDS} words"
+        f" prompts of {report.prompt_words} words"
     )
     warnings = [f"warning: {warning}" for warning in report.warnings]
     return "\n".join([*report.environment.lines(), *servers, about, "", render(header, rows), *warnings])
@@ -232,6 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_server_arguments(parser)
     parser.add_argument("--streams", default="1,8", metavar="N,N")
+    parser.add_argument("--prompt-words", type=int, default=PROMPT_WORDS, metavar="N")
     parser.add_argument("--output-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--repeats", type=int, default=5, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -257,6 +268,7 @@ def options_of(args: argparse.Namespace, argv: Sequence[str]) -> DecodeOptions:
         seed=args.seed,
         floor_tok_s=args.ceiling,
         command=command_line("decode", argv),
+        prompt_words=args.prompt_words,
     )
 
 

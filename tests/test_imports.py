@@ -28,6 +28,7 @@ MAY_IMPORT = {
 MEASURES_A_PART = {
     "benchmarks/components/connectors.py": ("connectors", "stages"),
     "benchmarks/components/cpu_kernels.py": ("lm_engine",),
+    "benchmarks/components/gpu_encoder.py": ("encoder_pool", "model_families"),
     "benchmarks/components/gpu_links.py": ("connectors", "stages"),
     "benchmarks/components/gpu_decode.py": ("lm_engine", "model_families"),
     "benchmarks/components/gpu_speech.py": ("lm_engine", "model_families", "vocoder"),

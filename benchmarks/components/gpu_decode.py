@@ -1,17 +1,20 @@
 """Decode speed of one GPU: steps of a 3B text decoder with random weights, driven through Runner.submit.
 
-python -m benchmarks.components.gpu_decode --batches 1 8 32 128 --context 519 --steps 128
+python -m benchmarks.components.gpu_decode --batches 1 8 32 128 --context 519 --steps 128 [--json FILE]
 
-The floor is the time to read all weights and the context's keys and values once at `--bandwidth`.
+The floor is the time to read all weights and the context's keys and values once at `--bandwidth`. `--tiny`
+runs the same on a CPU, with a decoder of no interest.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,6 +47,7 @@ SHAPE = DecoderConfig(
     qkv_bias=True,
     tie_embeddings=True,
 )
+TINY = replace(SHAPE, vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4)
 
 
 class RandomWeights:
@@ -74,6 +78,7 @@ class TimedRunner(Runner):
 
 @dataclass(frozen=True)
 class Figures:
+    batch: int
     prefill_s: float
     tpot_ms: float  # with DEPTH steps in flight, each result awaited
     ahead_ms: float  # all steps submitted at once
@@ -85,7 +90,7 @@ class Load:
     """Sequences of equal length, advanced together."""
 
     def __init__(self, runner: Runner, num_sequences: int, context: int, sampling: SamplingParams) -> None:
-        self.runner, self.sampling = runner, sampling
+        self.runner, self.sampling, self.shape = runner, sampling, runner.model.config
         self.lengths = [0] * num_sequences
         self.blocks = [0] * num_sequences
         self.context = context
@@ -117,8 +122,8 @@ class Load:
         return self.runner.submit(StepPlan(self._step_id, (), admissions, (), tuple(steps), ()))
 
     def _admission(self, slot: int) -> Admission:
-        tokens = self._rng.integers(0, SHAPE.vocab_size, self.context).tolist()
-        positions_AL = np.broadcast_to(np.arange(self.context), (SHAPE.num_position_axes, self.context))
+        tokens = self._rng.integers(0, self.shape.vocab_size, self.context).tolist()
+        positions_AL = np.broadcast_to(np.arange(self.context), (self.shape.num_position_axes, self.context))
         return Admission(slot, tokens, self.context, positions_AL, 0, self.sampling, slot, ())
 
     def _advance(self, slot: int, count: int) -> SequenceStep:
@@ -162,14 +167,37 @@ def measure(
     middle = sum(load.lengths) - num_sequences * options.steps // 2
     ahead_s = decode_together(load, options.steps, options.steps)
     load.release()
-    kv_bytes = middle * SHAPE.kv_bytes_per_token(torch.bfloat16)
+    kv_bytes = middle * runner.model.config.kv_bytes_per_token(torch.bfloat16)
     floor_s = (weight_bytes + kv_bytes) / options.bandwidth
-    return Figures(prefill_s, tpot_s * 1e3, ahead_s * 1e3, host_s * 1e3, floor_s * 1e3)
+    return Figures(num_sequences, prefill_s, tpot_s * 1e3, ahead_s * 1e3, host_s * 1e3, floor_s * 1e3)
 
 
-def make_kv(num_sequences: int, length: int, device: torch.device) -> PagedKV:
+def make_kv(shape: DecoderConfig, num_sequences: int, length: int, device: torch.device) -> PagedKV:
     num_blocks = 1 + num_sequences * (-(-length // BLOCK_SIZE) + 1)
-    return allocate_kv(SHAPE, num_blocks, BLOCK_SIZE, torch.bfloat16, device)
+    return allocate_kv(shape, num_blocks, BLOCK_SIZE, torch.bfloat16, device)
+
+
+def make_runner(options: argparse.Namespace) -> tuple[TimedRunner, int]:
+    """With the bytes of its weights."""
+    device = torch.device("cpu" if options.tiny else "cuda")
+    shape = TINY if options.tiny else SHAPE
+    choice: KernelChoice = "reference" if options.tiny else options.kernels
+    source = RandomWeights(device, torch.bfloat16)
+    model = Decoder(shape, source, select_kernels(choice, device, torch.bfloat16))
+    length = options.context + 2 * options.steps + NUM_WARM_STEPS + BLOCK_SIZE
+    most = max(options.batches)
+    runner = TimedRunner(
+        model,
+        model.attention,
+        make_kv(shape, most, length, device),
+        max_sequences=most,
+        max_length=length,
+        cuda_graphs=not options.no_graphs,
+    )
+    place = "CPU" if options.tiny else torch.cuda.get_device_name()
+    print(f"{place}, torch {torch.__version__}, {model.attention.name} attention")
+    print(f"weights {source.num_bytes / 1e9:.2f} GB, context {options.context}, {options.steps} steps")
+    return runner, source.num_bytes
 
 
 def main() -> None:
@@ -183,27 +211,15 @@ def main() -> None:
     parser.add_argument("--kernels", default="triton", choices=["triton", "reference"])
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second (H200: 4.3e12)")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = torch.device("cuda")
-    choice: KernelChoice = options.kernels
-    source = RandomWeights(device, torch.bfloat16)
-    model = Decoder(SHAPE, source, select_kernels(choice, device, torch.bfloat16))
-    length = options.context + 2 * options.steps + NUM_WARM_STEPS + BLOCK_SIZE
-    most = max(options.batches)
-    kv = make_kv(most, length, device)
-    runner = TimedRunner(
-        model,
-        model.attention,
-        kv,
-        max_sequences=most,
-        max_length=length,
-        cuda_graphs=not options.no_graphs,
-    )
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {model.attention.name} attention")
-    print(f"weights {source.num_bytes / 1e9:.2f} GB, context {options.context}, {options.steps} steps")
+    runner, weight_bytes = make_runner(options)
     print("   batch   TPOT ms   ahead ms   host ms  floor ms     tok/s  prefill s  tok/s with prefill")
+    measured = []
     for num_sequences in options.batches:
-        found = measure(runner, num_sequences, options, source.num_bytes)
+        found = measure(runner, num_sequences, options, weight_bytes)
+        measured.append(asdict(found))
         total_s = found.prefill_s + options.steps * found.tpot_ms / 1e3
         print(
             f"{num_sequences:8}{found.tpot_ms:10.3f}{found.ahead_ms:11.3f}{found.host_ms:10.3f}"
@@ -212,6 +228,8 @@ def main() -> None:
             flush=True,
         )
     runner.close()
+    if options.json is not None:
+        options.json.write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

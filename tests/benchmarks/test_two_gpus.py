@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.components.run_servers import DEPLOYMENTS
 from benchmarks.components.speech_death import report_of
 from benchmarks.components.two_gpus import common
-from benchmarks.components.two_gpus_servers import CHAT, DEPLOYMENTS, SPEECH
+from benchmarks.components.two_gpus_servers import CHAT, SPEECH
 from benchmarks.speech.listen import Heard
 from benchmarks.speech.playback import Packet
 from benchmarks.wire.chat_stream import Failure
@@ -49,5 +50,6 @@ def test_answers_agree_up_to_the_first_token_that_differs() -> None:
 
 def test_the_deployments_that_are_run_are_the_examples() -> None:
     for server in (*CHAT, *SPEECH):
+        assert server.deployment is not None
         text = (DEPLOYMENTS / server.deployment).read_text()
         assert server.replace is None or server.replace[0] in text
