@@ -16,7 +16,7 @@ from benchmarks.text_table import number
 Report = dict[str, Any]
 SPOKEN = '{"max_tokens": 40, "ignore_eos": true}'
 CHAT_HEADER = ["req/s", "cold TTFT", "p99", "warm TTFT", "p99", "ITL p50", "p99", "failed"]
-DECODE_HEADER = ["decode", "streams", "TPOT ms", "tok/s", "TTFT ms", "failed"]
+DECODE_HEADER = ["decode", "streams", "tokens in", "TPOT ms", "tok/s", "TTFT ms", "failed"]
 SPEECH_HEADER = ["streams", "s each", "first packet", "p99", "audio-s/s", "RTF p50", "underrun p99", "failed"]
 # Of 32 users, and what a small machine can do of it.
 CHAT_LOAD = (
@@ -47,7 +47,8 @@ def chat_report(
     what = f"chat {name}".rstrip()
     process, result = bench(run, running, what, *load, "--no-overhead")
     finish(run, {f"{what} {running.server.name}": process}, limit_s)
-    report = run.results[f"{what} {running.server.name}"] = read(result)
+    report: Report | None = read(result)
+    run.results[f"{what} {running.server.name}"] = report
     return report
 
 
@@ -72,7 +73,8 @@ def decode_report(
     command = python("api.cli", "bench", "decode", *urls, "--streams", streams)
     command += ["--output-tokens", str(output_tokens), *more, "--json", str(result)]
     finish(run, {name: spawn(run, name, command)}, 60)
-    report = run.results[name] = read(result)
+    report: Report | None = read(result)
+    run.results[name] = report
     return report
 
 
@@ -81,7 +83,8 @@ def decode_rows(report: Report) -> list[list[str]]:
     rows = []
     for one in report["figures"]:
         cells = [number(tpot_ms(one)), number(one["sum_tok_s"]), number(one["ttft_ms"])]
-        rows.append([one["server"], str(one["streams"]), *cells, str(one["num_failed"])])
+        begin = [one["server"], str(one["streams"]), number(one["prompt_tokens"])]
+        rows.append([*begin, *cells, str(one["num_failed"])])
     return rows
 
 
@@ -107,7 +110,8 @@ def speech_report(run: Run, running: Running, streams: int, requests: int) -> Re
     name = f"speech {streams}"
     process, result = bench(run, running, name, *asked)
     finish(run, {f"{name} {running.server.name}": process}, 80)
-    report = run.results[f"{name} {running.server.name}"] = read(result)
+    report: Report | None = read(result)
+    run.results[f"{name} {running.server.name}"] = report
     run.say(f"speech, {streams} streams, {running.server.name}: done")
     return report
 
@@ -127,8 +131,8 @@ def speech_cells(report: Report) -> list[str]:
 
 
 # --- edges --------------------------------------------------------------------------------------------------
-def links_report(run: Run, devices: str, connectors: str) -> Report | None:
-    """Of the edges between two processes. Alone on the machine."""
+def links_report(run: Run, devices: str, connectors: str) -> list[Report]:
+    """Of the edges between two processes, by connector and size. Alone on the machine."""
     name = f"links {devices.replace(':', '').replace(',', '-')}"
     result = run.json(name)
     command = python("benchmarks.components.gpu_links", "--devices", devices, "--connectors", connectors)
@@ -136,7 +140,8 @@ def links_report(run: Run, devices: str, connectors: str) -> Report | None:
     command += ["--max-size", "65536", "--rounds", "1"] if run.quick else []
     finish(run, {name: spawn(run, name, command)}, 60)
     run.show(run.log(name).read_text(errors="replace"))
-    report = run.results[name] = read(result)
+    report: list[Report] = read(result) or []
+    run.results[name] = report
     return report
 
 

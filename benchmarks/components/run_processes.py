@@ -44,6 +44,7 @@ class Run:
     failures: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
     part_ends_s: float = math.inf  # monotonic
+    table: Callable[[Run], str] = lambda run: ""  # of what it has found so far
 
     @property
     def left_s(self) -> float:
@@ -92,25 +93,27 @@ def measured(
     models: dict[str, Path | None],
     *,
     quick: bool,
+    table: Callable[[Run], str],
     only_servers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """A run whose results lie in `out` however it ends."""
+    """A run whose results lie in `out` however it ends; SIGTERM ends it with its processes."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="omnistage-run-") as work:
-        run = Run(name, out, Path(work), budget_s, models, quick, tuple(only_servers))
+        run = Run(name, out, Path(work), budget_s, models, quick, tuple(only_servers), table=table)
         run.say(" ".join(sys.argv))
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             yield run
         finally:
+            signal.signal(signal.SIGTERM, before)
             save(run)
 
 
-def save(run: Run, table: str = "") -> None:
+def save(run: Run) -> None:
     """Again after every part: a run that is killed has left what it had."""
     found = run.results | {"failures": run.failures, "not_run": run.not_run}
     (run.out / f"{run.name}.json").write_text(json.dumps(found))
-    if table:
-        (run.out / f"{run.name}.txt").write_text(table + "\n")
+    (run.out / f"{run.name}.txt").write_text(run.table(run) + "\n")
     with tarfile.open(run.out / f"{run.name}.logs.tar.gz", "w:gz") as packed:
         for path in sorted(run.work.iterdir()):
             if path.is_file():
@@ -146,7 +149,7 @@ def try_part(
         with run.limited(limit_s):
             part()
     except (
-        *(AssertionError, OSError, ValueError, TypeError, LookupError),
+        *(AssertionError, OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError),
         *(subprocess.SubprocessError, http.client.HTTPException),
     ) as error:
         run.fail(f"{name}: {type(error).__name__}: {error}")
@@ -218,5 +221,6 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read(path: Path) -> Any:
+    """None for what was not written."""
     return json.loads(path.read_text()) if path.exists() else None

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.components.run_processes import ROOT, Run, finish, python, spawn, stop, tail
+from benchmarks.text_table import number, render
 
 DEPLOYMENTS = ROOT / "examples" / "deployments"
 READY_LIMIT_S = 200.0
@@ -93,6 +95,7 @@ def small_settings(server: Server) -> tuple[str, ...]:
     speaks = server.shape == SPEECH_MODEL
     stages = ("vision", "audio", "thinker", "talker", "vocoder") if speaks else ("vision", "thinker")
     settings = [f"{stage}.devices=cpu" for stage in stages] + ["preprocess.workers=1"]
+    settings += [f"{stage}.embedding_cache=16MiB" for stage in ("vision", "audio")[: 1 + speaks]]
     for stage in ("thinker", "talker")[: 1 + speaks]:
         settings += [f"{stage}.kv_memory=32MiB", f"{stage}.max_step_tokens=256", f"{stage}.memory=2GiB"]
         settings += [f"{stage}.max_sequences=8", f"{stage}.max_context=2048"]
@@ -110,10 +113,17 @@ def is_ready(port: int) -> bool:
         connection.close()
 
 
-def wait_ready(run: Run, started: Sequence[Running]) -> None:
+def free_port() -> int:
+    """Until it is taken, which is soon."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_ready(run: Run, started: Sequence[Running], limit_s: float) -> None:
     """Returns when each is ready or has ended, or when it takes too long."""
     waiting = [one for one in started if one.ready_s is None and one.ended is None]
-    end_s = time.monotonic() + min(READY_LIMIT_S * run.patience, run.left_s)
+    end_s = time.monotonic() + min(limit_s * run.patience, run.left_s)
     while waiting and time.monotonic() < end_s:
         for one in list(waiting):
             one.ended = one.process.poll()
@@ -126,19 +136,24 @@ def wait_ready(run: Run, started: Sequence[Running]) -> None:
 
 @contextmanager
 def servers(
-    run: Run, wanted: Sequence[Server], first_port: int, all_started: list[Running] | None = None
+    run: Run,
+    wanted: Sequence[Server],
+    *,
+    limit_s: float = READY_LIMIT_S,
+    all_started: list[Running] | None = None,
 ) -> Iterator[dict[str, Running]]:
-    """Those that got ready, by name. `all_started` is given the others, too."""
+    """Those that got ready, by name. `all_started` is given the others, too. `limit_s`: of the first one, and
+    of all others."""
     if run.only_servers:
         wanted = [server for server in wanted if any(part in server.name for part in run.only_servers)]
     started: list[Running] = [] if all_started is None else all_started
     before_mib = used_gpu_mib()
     try:
-        for i, server in enumerate(wanted):
-            started.append(start_server(run, server, first_port + i))
-            if i == 0:  # it fills the cache of compiled kernels for the others
-                wait_ready(run, started)
-        wait_ready(run, started)
+        for server in wanted:
+            started.append(start_server(run, server, free_port()))
+            if len(started) == 1:  # it fills the cache of compiled kernels for the others
+                wait_ready(run, started, limit_s)
+        wait_ready(run, started, limit_s)
         for one in started:
             _tell_ready(run, one)
         yield {one.server.name: one for one in started if one.ready_s is not None}
@@ -169,6 +184,16 @@ def steps_of(log: str) -> list[tuple[str, str, float]]:
     """(who, doing what, seconds) of the steps that a server's log tells, in the order of their ends."""
     found = (STEP.match(line) for line in log.splitlines())
     return [(match["who"], match["doing"], float(match["s"])) for match in found if match is not None]
+
+
+def steps_table(logs: dict[str, str]) -> str:
+    """Of the logs of several starts, by name, side by side."""
+    took: dict[str, dict[str, float]] = {}
+    for start, log in logs.items():
+        for who, doing, seconds in steps_of(log):
+            took.setdefault(f"{who}: {doing}", {})[start] = seconds
+    rows = [[step, *(number(by.get(start)) for start in logs)] for step, by in took.items()]
+    return render(["steps of a start, some side by side", *(f"{start}, s" for start in logs)], rows)
 
 
 def first_answer_s(running: Running) -> float:
@@ -231,7 +256,11 @@ def prepare(run: Run) -> None:
     finish(run, begun, 90)
 
 
+def log_of(run: Run, server: Server) -> str:
+    return run.log(server.name).read_text(errors="replace")
+
+
 def folder_of(run: Run, shape: str) -> Path:
-    folder = run.models[shape]
+    folder = run.models.get(shape)
     assert folder is not None, f"{shape}: no folder was written"
     return folder

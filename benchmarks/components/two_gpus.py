@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.components.requirements import complaint
 from benchmarks.components.run_loads import (
     CHAT_HEADER,
     CHAT_LOAD,
@@ -44,7 +45,6 @@ from benchmarks.components.run_processes import (
     measured,
     python,
     read,
-    save,
     spawn,
     tail,
     try_part,
@@ -211,7 +211,7 @@ def measure(run: Run, parts: Sequence[str]) -> None:
             command = python("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-s")
             command += ["tests/gpu/test_cuda_ipc.py", "tests/gpu/test_two_gpus.py"]
             tests = spawn(run, "tests", command)  # while servers start
-        with servers(run, wanted, 8100) as there:
+        with servers(run, wanted) as there:
             if tests is not None:
                 try_part(run, "tests", lambda: report_tests(run, tests))
             for name, measuring in (("chat", chat), ("decode", decode)):
@@ -223,10 +223,14 @@ def measure(run: Run, parts: Sequence[str]) -> None:
             wanted_parts = []
         if not wanted_parts:
             continue
-        with servers(run, [server], 8200) as there:
+        with servers(run, [server]) as there:
             for name, measuring in (("speech", speech), ("death", death)):
                 if name in wanted_parts and there:
                     try_part(run, f"{name}, {server.name}", partial(measuring, run, there))
+
+
+def tables(run: Run) -> str:
+    return "\n".join([chat_table(run, [server.name for server in CHAT]), speech_table(run)])
 
 
 def report_tests(run: Run, process: subprocess.Popen[bytes]) -> None:
@@ -251,17 +255,24 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     models = {CHAT_MODEL: args.chat_model, SPEECH_MODEL: args.speech_model}
     parts = args.only.split(",")
+    if absent := complaint(gpu=not args.quick):
+        print(absent, file=sys.stderr)
+        return 2
     with measured(
-        "two_gpus", args.out, args.budget_s, models, quick=args.quick, only_servers=args.servers
+        "two_gpus",
+        args.out,
+        args.budget_s,
+        models,
+        quick=args.quick,
+        table=tables,
+        only_servers=args.servers,
     ) as run:
         prepare(run)
         if "links" in parts:
             try_part(run, "links", lambda: links(run))
         measure(run, parts)
         run.say("failed: " + ("; ".join([*run.failures, *run.not_run]) or "nothing"))
-        tables = "\n".join([chat_table(run, [s.name for s in CHAT]), speech_table(run)])
-        run.show(tables)
-        save(run, tables)
+        run.show(tables(run))
     return 1 if run.failures or run.not_run else 0
 
 
