@@ -12,6 +12,7 @@ import openai
 import pytest
 from PIL import Image
 
+from model_families.text import HFChatTokenizer
 from stages.launch import serve_service
 from stages.options import ServeOptions
 from tests.api.serving import TIMEOUT_S, running
@@ -168,6 +169,73 @@ def test_a_picture_costs_what_is_asked_for(tmp_path: Path) -> None:
         assert await num_tokens(image_url={"url": url}, max_pixels=3600) == 2 * 2
 
     with_model(folder, use)
+
+
+def test_parameters_beyond_openai_s_do_what_they_say(tiny: Tiny) -> None:
+    """On the graph itself: who is stopped where, what is likely, what is cached and for whom."""
+    tokenizer = HFChatTokenizer(tiny("qwen2_5_vl"))
+    id_of = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+
+    async def use(client: openai.AsyncOpenAI, model: str) -> None:
+        async def ask(
+            temperature: float = 0.0, seed: int | None = None, **extra: Any
+        ) -> tuple[list[int], Any]:
+            """The tokens that are told, and the answer."""
+            answer = await client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": "hello there"}],
+                max_tokens=12,
+                temperature=temperature,
+                seed=seed,
+                logprobs=True,
+                extra_body={"ignore_eos": True, "skip_special_tokens": False, **extra},
+            )
+            told = answer.choices[0].logprobs.content
+            return [id_of[bytes(token.bytes)] for token in told], answer
+
+        plain, answer = await ask()
+        assert (len(plain), answer.choices[0].finish_reason) == (12, "length")
+        assert answer.usage.completion_tokens == 12
+        assert (await ask(1.0, 5, top_k=1))[0] == plain
+        assert (await ask(1.0, 6, min_p=1.0))[0] == plain
+        assert (await ask(1.0, 7, top_p=1e-6))[0] == plain
+        drawn = [(await ask(1.0, seed))[0] for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1]
+        assert drawn[0] != drawn[2]
+
+        third, first_at = plain[2], plain.index(plain[2])
+        _, stopped = await ask(stop_token_ids=[third])
+        assert stopped.choices[0].finish_reason == "stop"
+        assert stopped.usage.completion_tokens == first_at + 1
+        _, later = await ask(stop_token_ids=[third], min_tokens=6)
+        assert later.usage.completion_tokens >= 6
+        assert third not in (await ask(logit_bias={str(third): -100}))[0]
+        assert (await ask(logit_bias={str(third): 100}))[0] == [third] * 12
+        assert (await ask(logit_bias={str(third): 100}, repetition_penalty=50.0))[0] != [third] * 12
+        loud = {"logit_bias": {str(third): 3}}
+        counts = [
+            (await ask(presence_penalty=penalty, frequency_penalty=penalty, **loud))[0].count(third)
+            for penalty in (-2.0, 0.0, 2.0)
+        ]
+        assert counts[0] >= counts[1] >= counts[2]
+        assert counts[0] > counts[2]
+
+        end = id_of[b"<|im_end|>"]
+        _, ended = await ask(logit_bias={str(end): 100}, ignore_eos=False)
+        assert (ended.usage.completion_tokens, ended.choices[0].finish_reason) == (1, "stop")
+        for skip, text in ((True, ""), (False, "<|im_end|>" * 12)):
+            _, special = await ask(logit_bias={str(end): 100}, skip_special_tokens=skip)
+            assert special.choices[0].message.content == text
+
+        prompt = "hello there, " * 12
+        for salt, hit in ((None, False), (None, True), ("a", False), ("b", False), ("a", True)):
+            extra = {} if salt is None else {"cache_salt": salt}
+            done = await client.completions.create(model=model, prompt=prompt, max_tokens=1, extra_body=extra)
+            assert (done.usage.prompt_tokens_details.cached_tokens > 0) == hit, salt
+        many = await client.completions.create(model=model, prompt=[prompt, "hello"], n=2, max_tokens=3)
+        assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+
+    with_model(tiny("qwen2_5_vl"), use)
 
 
 async def refused(client: openai.AsyncOpenAI, model: str, stream: bool, content: Any, param: str) -> None:
