@@ -13,6 +13,7 @@ import openai
 import pytest
 from PIL import Image
 
+from model_families.default_model.shipped import SEEING
 from model_families.whisper.fetch import Unavailable, download
 from stages.launch import serve_service
 from stages.options import ServeOptions
@@ -124,6 +125,8 @@ def test_real_films_are_taken(default_model: Path) -> None:
             running(service) as server,
             openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as sdk,
         ):
+            told = await sdk.models.retrieve(service.card.names[0])
+            assert ("cannot see" in told.description) == (not SEEING.exists()), "it says so of itself"
             counts = []
             for film in films:
                 part = {"url": data_url(film, "video/mp4"), "num_frames": 4, "max_pixels": 224 * 224}

@@ -15,6 +15,8 @@ import numpy as np
 import openai
 import torch
 
+from api.routes.speech import PIECE_CHARS
+from api.speech_text import pieces_of
 from contracts.params import SamplingParams
 from stages.launch import serve_service
 from stages.omni_service import OmniService
@@ -68,6 +70,36 @@ def test_speech_alone_and_together(tiny_omni: Callable[..., Path]) -> None:
                 assert listed["voices"] == list(voices)
                 metrics = (await http.get(f"{server.url}/metrics")).text
             assert "omnistage:time_to_first_audio_seconds" in metrics
+
+    asyncio.run(run())
+
+
+def test_a_long_text_is_its_parts_one_after_the_other(tiny_omni: Callable[..., Path]) -> None:
+    """Streamed or not, at a speed of its own or not: no sample between the parts, and none missing."""
+    sentence = "the answer is in the house and in the end it is in the thing. "
+    text = (sentence * 12).strip()
+    parts = pieces_of(text, PIECE_CHARS)
+    assert len(parts) > 1
+
+    async def run() -> None:
+        async with speaking(tiny_omni("qwen3_omni_moe")) as (service, _, sdk):
+
+            async def speak(said: str, **options: Any) -> np.ndarray:
+                response = await sdk.audio.speech.create(
+                    model=service.card.names[0],
+                    voice=VOICES[0],
+                    input=said,
+                    response_format="pcm",
+                    **options,
+                )
+                return np.frombuffer(response.content, "<i2").astype(int)
+
+            expected = np.concatenate([await speak(part) for part in parts])
+            for options in ({}, {"extra_body": {"stream": False}}):
+                heard = await speak(text, **options)
+                assert len(heard) == len(expected)
+                assert np.abs(heard - expected).max() <= 1
+            assert len(await speak(text, speed=2.0)) == round(len(expected) / 2)
 
     asyncio.run(run())
 
