@@ -182,6 +182,16 @@ def test_preempted_midway(tiny: Callable[[str], Path], family: str, loop: str) -
         served.assert_clean()
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_checkpoint_of_several_files(tiny: Callable[..., Path], family: str) -> None:
+    folder = tiny(family, sharded=True)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    with Served(folder, *WIDE) as served:
+        answer = served.ask(IMAGES["3 images"], max_tokens=NEW_TOKENS, logprobs=5)
+        assert_same(answer, expected(tiny(family), family, "3 images"))
+        served.assert_clean()
+
+
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_shared_first_image_with_a_different_second(tiny: Callable[[str], Path], family: str) -> None:
     folder = tiny(family)

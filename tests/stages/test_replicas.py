@@ -16,7 +16,7 @@ from stages.deployment import DeploymentError
 from stages.deployment_file import load_deployment
 from stages.replicas import spread
 from tests.parity.test_matrix import A, B
-from tests.served import Served
+from tests.served import Served, picture
 
 PIPELINE = Pipeline(
     name="sees",
@@ -104,6 +104,24 @@ def test_replicas_answer_as_one_does(tiny: Callable[[str], Path]):
         assert all(answer.num_cached_tokens for answer in again)
         served.assert_clean()
         assert set(served.service.router.loads().values()) == {0}
+
+
+def test_a_new_picture_is_encoded_in_one_place_for_all_who_ask(tiny: Callable[[str], Path]):
+    """For whichever replica of the language model; other pictures go to the encoder that has less to do."""
+
+    def encoded(served: Served) -> list[float]:
+        return [served.stats(f"vision.{i}")["encoder_items_total"] for i in range(2)]
+
+    with Served(tiny("qwen2_5_vl"), *TWO_OF_EACH) as served:
+        texts = ("one", "two", "what is it?", "hello there, this is a long question about a picture")
+        served.ask_all([[("user", [text, A])] for text in texts])
+        routed = served.stats("routing")
+        assert min(routed[f"requests_to_thinker.{i}_total"] for i in range(2)) > 0
+        assert sorted(encoded(served)) == [0, 1]
+        served.ask_all([[("user", [picture(50 + i), "what?"])] for i in range(6)])
+        assert sum(encoded(served)) == 7
+        assert min(encoded(served)) >= 2
+        served.assert_clean()
 
 
 def test_the_others_take_over_from_a_dead_replica(tiny: Callable[[str], Path]):
