@@ -5,6 +5,7 @@ P pictures, B rows, L tokens of a row, C cells of a picture, T turns.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from training.seeing.conversations import IGNORED, MAX_TURNS, ROW_LENGTH, Grid, Row, Words, single, talk
 from training.seeing.questions import TASKS, Exchange, ask_about_two, ask_task, can_ask
-from training.seeing.scenes import Kind, Painter, Picture, Scene
+from training.seeing.scenes import LABELS, Kind, Painter, Picture, Scene, Written
 from training.seeing.sprites import Sprites
 from training.seeing.vocabulary import Split, dictionary
 
@@ -37,10 +39,12 @@ class Batch(NamedTuple):
     pixels: Tensor  # uint8 [P, height, width, 3]
     noise: Tensor  # float32 [P]
     labels: Tensor  # int16 [P, C, labels of a cell]
+    shown: Tensor  # int32 [P, C]: the token whose embedding a cell is to be, -1: none
     ids: Tensor  # int64 [B, L]
     positions: Tensor  # int32 [B, 3, L]
     targets: Tensor  # int64 [B, L]: the next token where it is part of an answer, else IGNORED
     turns: Tensor  # uint8 [B, L]: which turn a target belongs to, from 1
+    said: Tensor  # int64: where among the B x L places there are targets, ascending
     tasks: Tensor  # int8 [B, T]: index into TASKS, or -1
 
 
@@ -90,7 +94,7 @@ class Training(IterableDataset[Batch]):
             drawn += new
             scenes = [picture.scene for picture in new]
             rows.append(talk(drawing.words, scenes, grid, rng, self._config.length))
-        return pack(drawn, rows, self._config.length)
+        return pack(drawn, rows, drawing.words, self._config.length)
 
 
 class HeldOut(IterableDataset[Batch]):
@@ -126,7 +130,7 @@ class HeldOut(IterableDataset[Batch]):
                 continue
             drawn += new
             rows.append(single(drawing.words, exchange, grid, len(new)))
-        return pack(drawn, rows, self._config.length)
+        return pack(drawn, rows, drawing.words, self._config.length)
 
     def _question(self, scenes: list[Scene], task: str, rng: random.Random) -> Exchange | None:
         if len(scenes) == 2:
@@ -134,7 +138,7 @@ class HeldOut(IterableDataset[Batch]):
         return ask_task(scenes[0], task, rng)
 
 
-def pack(pictures: list[Picture], rows: list[Row], length: int) -> Batch:
+def pack(pictures: list[Picture], rows: list[Row], words: Words, length: int) -> Batch:
     count = len(rows)
     ids, targets = np.zeros((count, length), np.int64), np.full((count, length), IGNORED, np.int64)
     positions, turns = np.zeros((count, 3, length), np.int32), np.zeros((count, length), np.uint8)
@@ -151,12 +155,23 @@ def pack(pictures: list[Picture], rows: list[Row], length: int) -> Batch:
         pixels=torch.from_numpy(np.stack([picture.pixels for picture in pictures])),
         noise=torch.tensor([picture.noise for picture in pictures], dtype=torch.float32),
         labels=torch.from_numpy(np.stack([picture.labels for picture in pictures])),
+        shown=torch.from_numpy(np.stack([_tokens(picture.written, words) for picture in pictures])),
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         targets=torch.from_numpy(targets),
         turns=torch.from_numpy(turns),
+        said=torch.from_numpy(np.flatnonzero(targets != IGNORED)),
         tasks=torch.from_numpy(tasks),
     )
+
+
+def _tokens(written: Written, words: Words) -> npt.NDArray[np.int32]:
+    tokens = np.full(len(written), -1, np.int32)
+    for cell in np.flatnonzero(written[:, 0]):
+        label, part = written[cell].tolist()
+        phrase = words.phrase(LABELS[label])
+        tokens[cell] = phrase[part % len(phrase)]
+    return tokens
 
 
 def load(data: IterableDataset[Batch], workers: int, *, pin: bool) -> DataLoader[Batch]:
@@ -173,4 +188,6 @@ def load(data: IterableDataset[Batch], workers: int, *, pin: bool) -> DataLoader
 
 
 def _one_thread(_: int) -> None:
+    """Pictures can wait for the process that keeps the device busy."""
     torch.set_num_threads(1)
+    os.nice(5)

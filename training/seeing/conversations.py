@@ -57,6 +57,10 @@ class Words:
     def end(self) -> int:
         return self._end
 
+    def phrase(self, label: str) -> tuple[int, ...]:
+        """What a picture is labelled with, as it stands in a text; letters and digits for themselves."""
+        return self.encode(label if len(label) == 1 else f" {label}")
+
     def answer(self, exchange: Exchange) -> tuple[int, ...]:
         """A word that is read is written in tokens of one letter: what the tower sees are letters."""
         if not exchange.spelled:

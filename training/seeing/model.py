@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.seeing.batches import Batch
-from training.seeing.conversations import IGNORED, Words
 from training.seeing.decoder import Decoder
 from training.seeing.questions import TASKS
-from training.seeing.scenes import LABELS, LETTERS
-from training.seeing.tower import TrainedTower
+from training.seeing.tower import Looked, TrainedTower
 
 
 @dataclass(frozen=True)
@@ -23,17 +21,6 @@ class Seen:
     label_loss: Tensor
     right: Tensor  # float [tasks]: answers right in every token
     asked: Tensor  # float [tasks]
-
-
-def label_words(words: Words, table: Tensor) -> Tensor:
-    """[labels, width]: where each label's phrase lies, from the mean word."""
-    mean = table.float().mean(0)
-    rows = [torch.zeros_like(mean)]
-    for name in LABELS[1:]:
-        single = len(name) == 1 and (name in LETTERS or name.isdigit())
-        ids = torch.tensor(words.encode(name if single else f" {name}"))
-        rows.append(table[ids].float().mean(0) - mean)
-    return torch.stack(rows)
 
 
 class Seeing(nn.Module):
@@ -47,7 +34,7 @@ class Seeing(nn.Module):
         """The tower alone."""
         looked = self.tower.look(batch.pixels, batch.noise)
         none = torch.zeros(len(TASKS), device=batch.ids.device)
-        return Seen(None, self.tower.label_loss(looked, batch.labels), none, none)
+        return Seen(None, self._label_loss(looked, batch), none, none)
 
     def answer(self, batch: Batch) -> Seen:
         looked = self.tower.look(batch.pixels, batch.noise)
@@ -55,23 +42,26 @@ class Seeing(nn.Module):
         shown = (batch.ids == self.image_token).unsqueeze(2)
         embeddings = embeddings.masked_scatter(shown, looked.tokens.to(embeddings.dtype))
         hidden = self.decoder(embeddings, batch.positions)
-        place = batch.targets != IGNORED
-        logits = self.decoder.logits(hidden[place])
-        targets = batch.targets[place]
+        logits = self.decoder.logits(hidden.flatten(0, 1)[batch.said])
+        targets = batch.targets.flatten()[batch.said]
         wrong = (logits.detach().argmax(1) != targets).float()
-        right, asked = _score(batch, place, wrong)
+        right, asked = _score(batch, wrong)
         loss = functional.cross_entropy(logits, targets)
-        return Seen(loss, self.tower.label_loss(looked, batch.labels), right, asked)
+        return Seen(loss, self._label_loss(looked, batch), right, asked)
+
+    def _label_loss(self, looked: Looked, batch: Batch) -> Tensor:
+        shows = batch.shown >= 0
+        words = functional.embedding(batch.shown.clamp(min=0), self.decoder.words)
+        return self.tower.label_loss(looked, batch.labels, words, shows)
 
 
-def _score(batch: Batch, place: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]:
+def _score(batch: Batch, wrong: Tensor) -> tuple[Tensor, Tensor]:
     """A task's answers, and those whose every token is the likeliest: what greedy decoding would write."""
-    turns = batch.tasks.shape[1]
-    row = place.nonzero()[:, 0]
-    slot = row * turns + batch.turns[place].long() - 1
+    turns, length = batch.tasks.shape[1], batch.ids.shape[1]
+    slot = batch.said // length * turns + batch.turns.flatten()[batch.said].long() - 1
     errors = torch.zeros(batch.tasks.numel(), device=wrong.device).index_add_(0, slot, wrong)
     task = batch.tasks.flatten().long()
-    there = task >= 0
-    right = (errors[there] == 0).float()
-    zeros = torch.zeros(len(TASKS), device=wrong.device)
-    return zeros.index_add(0, task[there], right), zeros.index_add(0, task[there], torch.ones_like(right))
+    there = (task >= 0).float()
+    right = (errors == 0).float() * there
+    zeros, task = torch.zeros(len(TASKS), device=wrong.device), task.clamp(min=0)
+    return zeros.index_add(0, task, right), zeros.index_add(0, task, there)

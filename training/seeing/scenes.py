@@ -38,6 +38,7 @@ MARGIN = 0.035  # how far a centre keeps from the lines between places
 Kind = Literal["things", "number", "word", "emoji", "nothing"]
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int16]  # [rows * columns, LABELS_PER_CELL]
+Written = npt.NDArray[np.int16]  # [rows * columns, 2]: a label, and which of its words; label 0: nothing
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,24 @@ class Canvas:
         self.rows, self.columns = rows, columns
         self.taken: list[tuple[float, float, float, float]] = []
         self._cells: dict[tuple[int, int], list[int]] = {}
+        self._written: dict[tuple[int, int], tuple[int, int]] = {}
 
     def free(self, box: tuple[float, float, float, float], gap: float) -> bool:
         a, b, c, d = box
         return all(a > r + gap or c < p - gap or b > s + gap or d < q - gap for p, q, r, s in self.taken)
 
-    def label(self, x: float, y: float, names: tuple[int, ...]) -> None:
-        """Adds to the cell that holds a point; labels that no longer fit are dropped."""
+    def label(self, x: float, y: float, names: tuple[int, ...]) -> tuple[int, int]:
+        """Adds to the cell that holds a point; labels that no longer fit are dropped. Returns the cell."""
         row = min(self.rows - 1, max(0, int(y * self.rows)))
         column = min(self.columns - 1, max(0, int(x * self.columns)))
         cell = self._cells.setdefault((row, column), [])
         cell += [name for name in names if name not in cell]
+        return row, column
+
+    def write(self, cell: tuple[int, int], name: int, part: int = 0) -> None:
+        """What the cell's token is to be: one word of a label, if the cell is of the picture and free."""
+        if 0 <= cell[0] < self.rows and 0 <= cell[1] < self.columns:
+            self._written.setdefault(cell, (name, part))
 
     def labels(self) -> Labels:
         array = np.zeros((self.rows * self.columns, LABELS_PER_CELL), np.int16)
@@ -89,12 +97,19 @@ class Canvas:
             array[row * self.columns + column, : len(kept)] = kept
         return array
 
+    def written(self) -> Written:
+        array = np.zeros((self.rows * self.columns, 2), np.int16)
+        for (row, column), found in self._written.items():
+            array[row * self.columns + column] = found
+        return array
+
 
 @dataclass(frozen=True)
 class Picture:
     scene: Scene
     pixels: Pixels  # [height, width, 3]
     labels: Labels
+    written: Written
     noise: float  # standard deviation, on 0..255, to be added where the picture is used
 
 
@@ -129,7 +144,7 @@ class Painter:
                 (width, height), rng.choice((Image.Resampling.BICUBIC, Image.Resampling.BILINEAR))
             )
         noise = 0.0 if rng.random() < 0.6 else rng.uniform(1, 16)
-        return Picture(scene, np.asarray(image), canvas.labels(), noise)
+        return Picture(scene, np.asarray(image), canvas.labels(), canvas.written(), noise)
 
     # --- coloured shapes ---
     def _things(self, canvas: Canvas, background: str, rng: random.Random) -> tuple[Thing, ...]:
@@ -147,7 +162,10 @@ class Painter:
         for thing, (width, height) in placed:
             count = sum(other.shape == thing.shape for other in things)
             names = (thing.colour, thing.shape, COUNTS[count - 1], thing.place)
-            label_box(canvas, thing.x, thing.y, width, height, tuple(LABEL_OF[name] for name in names))
+            cells = label_box(
+                canvas, thing.x, thing.y, width, height, tuple(LABEL_OF[name] for name in names)
+            )
+            write_words(canvas, cells, [(LABEL_OF[thing.colour], 0), (LABEL_OF[thing.shape], 0)])
         return things
 
     def _wanted(self, background: str, rng: random.Random) -> list[tuple[str, str]]:
@@ -229,7 +247,8 @@ class Painter:
         right, bottom = left + sprite.mask.width, top + sprite.mask.height
         canvas.image.paste(tint(colour, rng), (left, top, right, bottom), sprite.mask)
         for character, (x, y) in zip(text, sprite.centres, strict=True):
-            canvas.label((left + x) / width, (top + y) / height, (LABEL_OF[character],))
+            label = LABEL_OF[character]
+            canvas.write(canvas.label((left + x) / width, (top + y) / height, (label,)), label)
         return Scene(kind, background, text=text, text_colour=colour)
 
     def _emoji(self, canvas: Canvas, background: str, rng: random.Random) -> Scene:
@@ -244,7 +263,8 @@ class Painter:
         canvas.image.paste(sprite, (left, top), sprite)
         x, y = (left + sprite.width / 2) / width, (top + sprite.height / 2) / height
         label = _FIRST_EMOJI + chosen
-        label_box(canvas, x, y, sprite.width / width, sprite.height / height, (label,))
+        cells = label_box(canvas, x, y, sprite.width / width, sprite.height / height, (label,))
+        write_words(canvas, cells, [(label, part) for part in range(len(emoji.name.split()))])
         return Scene("emoji", background, emoji=emoji)
 
     def _nothing(self, canvas: Canvas, background: str, rng: random.Random) -> Scene:
@@ -266,15 +286,28 @@ def place_of(x: float, y: float) -> str:
 
 def label_box(
     canvas: Canvas, x: float, y: float, width: float, height: float, names: tuple[int, ...]
-) -> None:
-    """Labels the cells of the inner part of a box, its centre at least."""
+) -> list[tuple[int, int]]:
+    """Labels the cells of the inner part of a box, its centre at least; returns them, row by row."""
     rows, columns = canvas.rows, canvas.columns
     reach_x, reach_y = width * 0.4, height * 0.4
+    cells = []
     for row in range(max(0, int((y - reach_y) * rows)), min(rows, int((y + reach_y) * rows) + 1)):
         for column in range(
             max(0, int((x - reach_x) * columns)), min(columns, int((x + reach_x) * columns) + 1)
         ):
-            canvas.label((column + 0.5) / columns, (row + 0.5) / rows, names)
+            cells.append(canvas.label((column + 0.5) / columns, (row + 0.5) / rows, names))
+    return cells
+
+
+def write_words(canvas: Canvas, cells: list[tuple[int, int]], words: list[tuple[int, int]]) -> None:
+    """Words go from left to right over each row of a box of cells, again and again; on a box that is narrower
+    than they are, over the cells to its right, or it moves left where the picture ends."""
+    left = min(column for _, column in cells)
+    right = max(max(column for _, column in cells), left + len(words) - 1)
+    left = max(0, min(left, left + canvas.columns - 1 - right))
+    for row in sorted({row for row, _ in cells}):
+        for column in range(left, min(right + 1, canvas.columns)):
+            canvas.write((row, column), *words[(column - left) % len(words)])
 
 
 def readable(colour: str, background: str) -> bool:

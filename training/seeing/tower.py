@@ -25,12 +25,13 @@ CONFIG = msgspec.convert({**TRAINED_TOWER, "out_hidden_size": 576}, Qwen25VLVisi
 MEAN, STD = IMAGE_MEAN, IMAGE_STD
 
 EMPTY_WEIGHT = 0.2  # of a cell that shows nothing, beside one that shows something
+FIRST_SPREAD = 0.3  # of untrained tokens, beside words
 
 BlockForward = Callable[[Tensor, Tensor, Tensor, int, Sequence[Tensor]], Tensor]
 
 
 def new_tower(config: Qwen25VLVisionConfig, words: Tensor, seed: int) -> Qwen25VLTower:
-    """Untrained. Its tokens lie around the mean of the words, as far from it as words do."""
+    """Untrained. Its tokens lie nearer to zero than words do."""
     generator = torch.Generator().manual_seed(seed)
     tower = Qwen25VLTower(config, GroupedAttention()).float()
     residual = (2 * config.depth) ** -0.5
@@ -44,9 +45,7 @@ def new_tower(config: Qwen25VLVisionConfig, words: Tensor, seed: int) -> Qwen25V
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         halves = tower.patch_embed.weight.view(config.hidden_size, 3, config.temporal_patch_size, -1)
         halves.copy_(halves.mean(2, keepdim=True).expand_as(halves))  # a picture is the same twice
-        mean = words.float().mean(0)
-        tower.merger.fc2.weight.mul_((words.float() - mean).std() * 2)
-        tower.merger.fc2.bias.copy_(mean)
+        tower.merger.fc2.weight.mul_(words.float().square().mean().sqrt() * 2 * FIRST_SPREAD)
     return tower
 
 
@@ -54,9 +53,7 @@ def patches(pixels: Tensor, noise: Tensor, config: Qwen25VLVisionConfig) -> Tens
     """uint8 [P, height, width, 3] → float32 [P, N, patch width], noise added, in the order of the server."""
     side, merge = config.patch_size, config.spatial_merge_size
     values = pixels.float()
-    if bool(noise.any()):
-        values = values + torch.randn_like(values) * noise.view(-1, 1, 1, 1)
-        values = values.clamp(0, 255).round()
+    values = (values + torch.randn_like(values) * noise.view(-1, 1, 1, 1)).clamp(0, 255).round()
     mean, std = (torch.tensor(x, device=pixels.device) * 255 for x in (MEAN, STD))
     count, height, width, channels = values.shape
     rows, columns = height // (side * merge), width // (side * merge)
@@ -98,13 +95,13 @@ class Looked(NamedTuple):
 
 
 class TrainedTower(nn.Module):
-    """The tower, with what teaches it alone: a head that says which labels a cell shows, and the words of
-    those labels, near which its token is to lie. Neither is part of the model."""
+    """The tower, with what teaches it alone: a head that says which labels a cell shows, no part of the
+    model."""
 
     def __init__(
         self,
         tower: Qwen25VLTower,
-        label_words: Tensor,
+        num_labels: int,
         dtype: torch.dtype,
         block_forward: BlockForward = run_block,
     ) -> None:
@@ -112,12 +109,7 @@ class TrainedTower(nn.Module):
         self.tower = tower
         self.dtype = dtype  # of the computation; the weights are in float32
         self.block_forward = block_forward
-        # [labels, width], from the mean word
-        self.register_buffer("label_words", label_words, persistent=False)
-        self.label_words: Tensor
-        self.register_buffer("mean_word", tower.merger.fc2.bias.detach().clone(), persistent=False)
-        self.mean_word: Tensor
-        self.labels = nn.Linear(tower.merger.block_width, len(label_words))
+        self.labels = nn.Linear(tower.merger.block_width, num_labels)
         nn.init.normal_(self.labels.weight, std=tower.merger.block_width**-0.5)
         nn.init.constant_(self.labels.bias, -4.0)
 
@@ -143,21 +135,22 @@ class TrainedTower(nn.Module):
         bias = None if layer.bias is None else layer.bias.to(self.dtype)
         return functional.linear(x, layer.weight.to(self.dtype), bias)
 
-    def label_loss(self, looked: Looked, labels: Tensor) -> Tensor:
+    def label_loss(self, looked: Looked, labels: Tensor, words: Tensor, shows: Tensor) -> Tensor:
         """What the head says of every label of every cell (binary cross-entropy, summed over labels), and how
-        far the token is from the words of what the cell shows (in variances of words).
+        far the token is from the word [P, C, width] that the cell is to be, or from nothing where it `shows`
+        [P, C] none (in mean squares of those words).
 
-        A head of its own, because words of one kind lie close together (two digits' at a cosine of 0.87, from
-        the mean word): read off the token by its nearness to words, they would be learnt slowly."""
+        One word a cell, since the language model reads its own words and hardly any mixture of them. A head
+        of its own, because words of one kind lie close together (two digits' at a cosine of 0.87, from the
+        mean word): read off the token by its nearness to words, they would be learnt slowly."""
         logits = self._linear(looked.inner, self.labels).float()
         wanted = torch.zeros_like(logits).scatter_(2, labels.long(), 1.0)
         wanted[..., 0] = 0.0  # label 0 is padding
         named = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(2).mean()
-        count = wanted.sum(2, keepdim=True)
-        words = wanted @ self.label_words * count.clamp(min=1).rsqrt()
-        distance = (looked.tokens.float() - self.mean_word - words).square().mean(2)
-        scale = self.label_words[1:].square().mean()
-        weight = torch.where(count[..., 0] > 0, 1.0, EMPTY_WEIGHT)
+        words = words.float() * shows.unsqueeze(2)
+        distance = (looked.tokens.float() - words).square().mean(2)
+        scale = words.square().mean() / shows.float().mean().clamp(min=1e-6) + 1e-6
+        weight = torch.where(shows, 1.0, EMPTY_WEIGHT)
         return named + (distance * weight).sum() / (weight.sum() * scale)
 
 

@@ -25,8 +25,9 @@ from training.seeing.checkpoints import Progress, restore, save
 from training.seeing.conversations import Words
 from training.seeing.decoder import Decoder, run_layer
 from training.seeing.kept_text import text_rows
-from training.seeing.model import Seeing, Seen, label_words
+from training.seeing.model import Seeing, Seen
 from training.seeing.questions import TASKS
+from training.seeing.scenes import LABELS
 from training.seeing.sprites import SYSTEM_FONTS, Sprites
 from training.seeing.tower import CONFIG, TrainedTower, new_tower, run_block
 
@@ -80,7 +81,7 @@ def build(config: TrainConfig) -> tuple[Seeing, Words]:
     decoder = Decoder(config.checkpoint, config.dtype, config.rank, layer_forward)
     tower = TrainedTower(
         new_tower(CONFIG, decoder.words, config.seed),
-        label_words(words, decoder.words),
+        len(LABELS),
         config.dtype,
         block_forward,
     )
@@ -156,9 +157,8 @@ class Run:
             if kept is not None and self.steps % KEPT_EVERY == 0:
                 loss = loss + config.kept_weight * self.drift(next(kept).to(config.device))
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.trained, 1.0)
-        if bool(torch.isfinite(norm)):
-            self.optimizer.step()
+        clip(self.trained)
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         self.pictures += len(batch.pixels)
@@ -188,6 +188,17 @@ class Run:
             right += seen.right
             asked += seen.asked
         return {task: round((right[i] / asked[i]).item(), 4) for i, task in enumerate(TASKS) if asked[i]}
+
+
+@torch.no_grad()
+def clip(parameters: list[nn.Parameter]) -> None:
+    """Gradients of a norm of at most one, or zeros where it is not finite. The device is not waited for."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    scale = torch.where(norm.isfinite(), (1.0 / (norm + 1e-6)).clamp(max=1.0), torch.zeros_like(norm))
+    for gradient in gradients:
+        gradient.nan_to_num_(0.0, 0.0, 0.0)
+    torch._foreach_mul_(gradients, scale)
 
 
 class Report:
