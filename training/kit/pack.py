@@ -119,7 +119,9 @@ def calls(folders: list[Path], root: str, seconds: int) -> list[str]:
     lines = []
     for folder in folders:
         lines.append(f"carry {folder}: python3 -m training.kit unpack {folder} --to {root}")
-    lines[-1] += f" && python3 -m training.kit train {root} --seconds $(({seconds}-SECONDS)) --out $OUT"
+    lines[-1] = lines[-1].replace(": ", ": began=$(date +%s); ", 1)
+    left = f"$(({seconds}-$(date +%s)+began))"
+    lines[-1] += f" && python3 -m training.kit train {root} --seconds {left} --out $OUT"
     return lines
 
 

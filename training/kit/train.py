@@ -25,8 +25,10 @@ STAGES: tuple[StageName, ...] = ("seeing", "decoder", "talker", "hearing")
 USUAL = STAGES[:3]
 SAMPLE = "sample"  # speaks with what decoder and talker came to
 AFTERWARDS_S = {"seeing": 40.0, "decoder": 32.0, "talker": 32.0, "hearing": 30.0, SAMPLE: 0.0}
+TRIAL_TIMES = 4  # so much longer they are on a CPU
+LEAST_S = 90.0
 ENDING_S = 5.0  # to copy the last of it
-SAVED_EVERY_S, TOLD_EVERY_S = 30.0, 30.0
+LOOKS_EVERY_S, SAVED_EVERY_S, TOLD_EVERY_S = 0.5, 30.0, 30.0
 WORTH_ANOTHER_TRY_S = 60.0
 FIRST_SHARE = 48  # of the sentences, of speakers beside training
 
@@ -65,6 +67,7 @@ class Stage:
     process: subprocess.Popen[bytes] | None = None
     tries: int = 0
     failed: bool = False
+    plain: bool = False  # without what may not work there
 
     @property
     def last_line(self) -> str:
@@ -89,7 +92,7 @@ class Training:
             for stage in self.stages:
                 self._start(stage)
             while self._running and time.time() < self._end_s - ENDING_S / 2:
-                time.sleep(0.5)
+                time.sleep(LOOKS_EVERY_S)
                 self._look()
             for stage in self._running:
                 self._tell(f"{stage.name} did not end in time")
@@ -112,7 +115,7 @@ class Training:
         stage.tries += 1
         with stage.log.open("a") as log:
             stage.process = subprocess.Popen(
-                self._command(stage.name),
+                self._command(stage),
                 env=self._kit.environment(devices),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -120,8 +123,13 @@ class Training:
             )
         self._tell(f"{stage.name} begins on GPU {devices or 'none'}")
 
-    def _command(self, name: str) -> list[str]:
-        kit, end_s = self._kit, self._end_s - ENDING_S - AFTERWARDS_S[name]
+    def _stops_s(self, name: str) -> float:
+        """When it ends by its own clock."""
+        return self._end_s - ENDING_S - AFTERWARDS_S[name] * (TRIAL_TIMES if self._trial else 1)
+
+    def _command(self, stage: Stage) -> list[str]:
+        name = stage.name
+        kit, end_s = self._kit, self._stops_s(name)
         python = [sys.executable, "-m"]
         if name == "seeing":
             command = [*python, "training.seeing.train", str(kit.base), str(kit.seeing)]
@@ -135,7 +143,8 @@ class Training:
             command = [*python, "training.hearing.train", str(kit.hearing), "--assets", str(kit.assets)]
             command += ["--corpus", str(kit.heard), "--seconds", f"{end_s - time.time():.1f}"]
             return [*command, "--workers", str(self._division.listeners)]
-        return self._speaking(name) + ([] if name == SAMPLE else ["--end", f"{end_s:.1f}"])
+        command = self._speaking(name) + ["--plain"] * stage.plain
+        return command + ([] if name == SAMPLE else ["--end", f"{end_s:.1f}"])
 
     def _speaking(self, stage: str) -> list[str]:
         kit = self._kit
@@ -174,8 +183,8 @@ class Training:
             return
         lines = stage.log.read_text(errors="replace").splitlines()[-25:]
         self._tell("\n".join([f"{stage.name} FAILED with {code}:", *lines]))
-        left_s = self._end_s - time.time() - ENDING_S - AFTERWARDS_S.get(stage.name, 0.0)
-        if stage.tries == 1 and left_s > WORTH_ANOTHER_TRY_S:
+        if stage.tries == 1 and self._stops_s(stage.name) - time.time() > WORTH_ANOTHER_TRY_S:
+            stage.plain = True
             self._start(stage)
         else:
             stage.failed = True
@@ -198,8 +207,10 @@ class Training:
 
 
 def train(kit: Layout, *, stages: Sequence[str], seconds: float, out: Path, trial: bool) -> bool:
-    """Raises SystemExit when the kit is not whole."""
+    """Raises SystemExit when the kit is not whole, or there is no time."""
     end_s = time.time() + seconds
+    if seconds < LEAST_S:
+        raise SystemExit(f"{seconds:.0f} s are too few to train anything")
     needed = [kit.base / "model.safetensors", kit.fonts, kit.assets / "table.safetensors", kit.site]
     if "hearing" in stages:
         needed.append(kit.assets / "encoder.safetensors")

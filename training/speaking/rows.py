@@ -63,7 +63,8 @@ class Rows:
 
 def input_rows(net: TalkerNet, table_VX: Tensor, batch: Batch) -> Tensor:
     """[B, L, H]: what the server's talker hears at each row."""
-    text_VH = net.text_projection(table_VX)  # of the few pieces there are
+    projection = net.text_projection
+    text_VH = projection(table_VX.to(projection.linear_fc1.weight.dtype))  # of the few pieces there are
     text_BLH = functional.embedding(batch.text_BL, text_VH)
     opening_BLH = net.embed_first(batch.opening_BL.clamp(min=0)) * (batch.opening_BL >= 0)[..., None]
     heard_BLH = net.embed_frames(batch.heard_BLQ.clamp(min=0)) * (batch.heard_BLQ[..., :1] >= 0)

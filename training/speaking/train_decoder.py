@@ -91,7 +91,8 @@ class Judgement:
         return FOOLED * fooled_loss(made) + MATCHING * matching_loss(true, made)
 
     def _half(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, cache_enabled=False)
+        device = self._device.type
+        return torch.autocast(device, torch.bfloat16, device == "cuda", cache_enabled=False)
 
 
 class Learning:
