@@ -20,7 +20,7 @@ from model_families.default_model import compose
 from model_families.default_model.shipped import read_shipped, write_shipped
 from model_families.vision.patchify import Patchifier
 from tests.tiny_models import build_tokenizer, randomise, reference_model, reference_tokenizer
-from training.seeing import bundle, checkpoints
+from training.seeing import checkpoints
 from training.seeing.batches import Batch, DataConfig, HeldOut, Training, pack
 from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Words, single, talk
 from training.seeing.decoder import Decoder
@@ -353,19 +353,6 @@ def test_the_exported_tower_is_the_composed_checkpoints(tmp_path, checkpoint):
         theirs = visual(flat, grid_thw=torch.tensor([[1, 16, 18]])).pooler_output
     theirs = theirs[0] if theirs.dim() == 3 else theirs
     assert torch.nn.functional.cosine_similarity(ours, theirs).min() > 0.97
-
-
-def test_a_bundle_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle, "fetch", lambda target, _: target.write_bytes(bytes(range(250))))
-    monkeypatch.setattr(Sprites, "missing", lambda _: [])
-    (tmp_path / "from").mkdir()
-    (tmp_path / "from" / "DejaVuSans.ttf").write_bytes(b"font")
-    bundle.bundle(tmp_path / "to", tmp_path, tmp_path / "from", 100)
-    parts = sorted((tmp_path / "to" / "weights").iterdir())
-    assert [part.stat().st_size for part in parts] == [100, 100, 50]
-    assert b"".join(part.read_bytes() for part in parts) == bytes(range(250))
-    assert (tmp_path / "to" / "fonts" / "DejaVuSans.ttf").read_bytes() == b"font"
-    assert {path.name for path in (tmp_path / "to").iterdir()} == {"fonts", "weights"}
 
 
 def test_a_read_word_may_occur_elsewhere_in_its_answer(checkpoint):
