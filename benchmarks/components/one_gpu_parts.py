@@ -39,7 +39,7 @@ CONTEXT = "thinker.max_context=16384"
 # The second and the third are beside the first, which takes what its file says.
 FP8 = ("vision.memory=7GiB", "vision.embedding_cache=1GiB", "thinker.memory=20GiB", "thinker.kv_dtype=fp8")
 DEFAULTS = ("thinker.memory=32GiB",)
-WORDS = 99  # 519 tokens, of one character each
+WORDS = 99  # 518 tokens by the median, of one character each
 DECODE_CASES = ((1, 256), (32, 128))  # streams, tokens out
 PICTURE = ("--image-size", "1024x1024")
 CHAT_CASES: dict[str, tuple[str, ...]] = {

@@ -247,13 +247,18 @@ def prepare(run: Run) -> None:
     """Folders of the shapes for which none was given; and, as `make setup` does, the byte code of what
     servers import and the C of the preprocessing workers: no server that starts later waits for either."""
     begun = {}
-    for shape in [shape for shape, folder in run.models.items() if folder is None]:
-        folder = run.models[shape] = run.work / shape
-        begun[shape] = spawn(run, shape, python("benchmarks.components.shape_folder", shape, str(folder)))
+    for shape in [shape for shape, given in run.models.items() if given is None]:
+        place = run.models[shape] = run.work / shape
+        begun[shape] = spawn(run, shape, python("benchmarks.components.shape_folder", shape, str(place)))
     if not run.quick:
         begun["imports"] = spawn(run, "imports", [sys.executable, "-c", IMPORTS])
         begun["preprocess native"] = spawn(run, "preprocess native", python("preprocess.native"))
     finish(run, begun, 90)
+
+
+def folder(text: str) -> Path:
+    """Of the command line; servers run elsewhere."""
+    return Path(text).resolve()
 
 
 def log_of(run: Run, server: Server) -> str:

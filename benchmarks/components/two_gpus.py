@@ -49,7 +49,15 @@ from benchmarks.components.run_processes import (
     tail,
     try_part,
 )
-from benchmarks.components.run_servers import CHAT_MODEL, SPEECH_MODEL, Running, Server, prepare, servers
+from benchmarks.components.run_servers import (
+    CHAT_MODEL,
+    SPEECH_MODEL,
+    Running,
+    Server,
+    folder,
+    prepare,
+    servers,
+)
 from benchmarks.components.two_gpus_servers import CHAT, SPEECH
 from benchmarks.text_table import number, render
 
@@ -246,8 +254,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="takes two_gpus.json, .txt and .logs.tar.gz")
     parser.add_argument("--only", default="links,tests,chat,decode,speech,death")
     parser.add_argument("--budget-s", type=float, default=530.0)
-    parser.add_argument("--chat-model", type=Path, help="default: the 3B shape")
-    parser.add_argument("--speech-model", type=Path, help="default: the 30B shape")
+    parser.add_argument("--chat-model", type=folder, help="default: the 3B shape")
+    parser.add_argument("--speech-model", type=folder, help="default: the 30B shape")
     parser.add_argument(
         "--servers", action="append", default=[], metavar="PART", help="of a name; may come again"
     )
