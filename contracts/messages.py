@@ -63,11 +63,14 @@ class Speak(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
     """The talker may have produced `num_frames` frames in all; out of grant it waits. `final`: there will be
-    no further grant; a stream that has come to it without an end of its own ends with "length"."""
+    no further grant; a stream that has come to it without an end of its own ends with "length".
+    `most_frames`: no grant will go beyond it, known once the text has ended; what was reserved for more is
+    given back."""
 
     request_id: str
     num_frames: int
     final: bool = False
+    most_frames: int | None = None
 
 
 class Vocode(msgspec.Struct, frozen=True, kw_only=True, tag=True):

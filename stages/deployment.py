@@ -152,7 +152,8 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     A worker whose heartbeat is later than `hang_after_s`, or whose step runs longer than `step_limit_s`, is
     killed and started again, at most `max_restarts` times in five minutes. A request goes on after at most
     `max_replays` deaths of a stage that had it. Speech is made at most `audio_window_s` ahead of what the
-    client has taken, and never longer than `max_speech_s`, for which the talker reserves KV.
+    client has taken, and never longer than `max_speech_s`, for which the talker reserves KV until the text
+    has ended and says how much it may take.
     """
 
     max_requests: int = 1024

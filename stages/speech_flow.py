@@ -53,7 +53,7 @@ class SpeechFlow:
             prompt=prompt,
             voice=order.voice,
             sampling=order.sampling,
-            max_frames=order.max_frames,
+            max_frames=self._bound,
             granted_frames=self._granted,
         )
 
@@ -69,7 +69,12 @@ class SpeechFlow:
 
     def grant_again(self, request_id: str) -> Grant | None:
         """For a replay: Speak cannot say that its grant is the last."""
-        return Grant(request_id, self._granted, True) if self._final_granted else None
+        return Grant(request_id, self._granted, True, self._most) if self._final_granted else None
+
+    @property
+    def _most(self) -> int | None:
+        """Frames that it may come to, once that is known."""
+        return self._bound if self._text_ended else None
 
     @property
     def was_mute(self) -> bool:
@@ -90,10 +95,12 @@ class SpeechFlow:
     def text_ended(self, request_id: str, num_tokens: int) -> Grant | None:
         """From here on the bound is known; it may be below what was granted, never below what a talker that
         takes one text token a frame can have produced."""
+        at_least = 1
         if not self._text_ended:
             self._text_ended = True
             self._bound = min(self._bound, self._order.frames_of_text(num_tokens))
-        return self._raise_grant(request_id, at_least=1)
+            at_least = 0  # the talker is to hear of it, whatever is granted
+        return self._raise_grant(request_id, at_least)
 
     def _wanted(self) -> int:
         taken_frames = self._num_taken // self._order.samples_per_frame
@@ -106,4 +113,4 @@ class SpeechFlow:
         if self.ended or not news:
             return None
         self._granted, self._final_granted = wanted, final
-        return Grant(request_id, wanted, final)
+        return Grant(request_id, wanted, final, self._most)

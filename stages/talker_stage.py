@@ -29,7 +29,7 @@ class TalkerEngine(Protocol):
 
     def text_ready(self, request_id: str, tensors: Mapping[str, Tensor], last: bool) -> None: ...
 
-    def grant(self, request_id: str, num_frames: int, final: bool) -> None: ...
+    def grant(self, request_id: str, num_frames: int, final: bool, most_frames: int | None) -> None: ...
 
     def abort(self, request_id: str) -> None: ...
 
@@ -79,8 +79,8 @@ class TalkerStage:
                     return [Failed(request_id, error.info())]
                 for chunk in early:
                     self._take(chunk)
-            case Grant(request_id, num_frames, final):
-                self.engine.grant(request_id, num_frames, final)
+            case Grant(request_id, num_frames, final, most_frames):
+                self.engine.grant(request_id, num_frames, final, most_frames)
             case _:
                 raise AssertionError(f"stage {self._name} got {type(message).__name__}")
         return []

@@ -132,14 +132,19 @@ class TalkerEngine:
         if last and answer.rows.end == 0 and not answer.text:
             self._finish(answer, "stop")  # an answer without a word
 
-    def grant(self, request_id: str, num_frames: int, final: bool = False) -> None:
+    def grant(
+        self, request_id: str, num_frames: int, final: bool = False, most_frames: int | None = None
+    ) -> None:
         """It may have drawn so many frames in all; never fewer than before. `final`: no more will be
-        granted, so it ends there ("length")."""
+        granted, so it ends there ("length"). `most_frames`: no grant will ever be larger, so KV that was
+        reserved for more is others' from now on."""
         answer = self._scheduler.answers.get(request_id)
         if answer is None:
             return
         answer.granted = max(answer.granted, num_frames)
         answer.final_grant = answer.final_grant or final
+        if most_frames is not None:
+            self._scheduler.narrow(answer, most_frames)
         self._stalled = False
         if answer.is_cut:
             self._finish(answer, "length")

@@ -1,5 +1,5 @@
 """Chooses which spoken answers compute what in a step. Nothing is preempted: all KV is reserved at
-admission."""
+admission, for as many frames as the answer may come to; once its text has ended these are fewer."""
 
 from __future__ import annotations
 
@@ -86,6 +86,15 @@ class TalkerScheduler:
             self._free_slots.append(answer.slot)
             answer.slot = NO_SLOT
 
+    def narrow(self, answer: SpokenAnswer, most_frames: int) -> None:
+        """It will have no more frames than that, or than are planned already. Gives back the blocks for
+        others; no step reads or writes them: all stay below `num_kv_tokens`."""
+        answer.max_frames = min(answer.max_frames, max(most_frames, answer.num_planned, 1))
+        if answer in self._running:
+            need = self.config.blocks_for(answer.num_kv_tokens)
+            self.pool.release(answer.block_ids[need:])
+            del answer.block_ids[need:]
+
     def plan(self) -> TalkerStep | None:
         """The next step, or None when nothing can be computed now."""
         draft = _Draft(self.config.max_step_tokens)
@@ -168,4 +177,6 @@ class TalkerScheduler:
         for answer in self._running:
             if answer.num_planned > answer.limit:
                 return f"{answer.id} was planned beyond its grant"
+            if len(answer.block_ids) != (need := self.config.blocks_for(answer.num_kv_tokens)):
+                return f"{answer.id} holds {len(answer.block_ids)} blocks and may need {need}"
         return None

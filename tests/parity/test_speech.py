@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lm_engine.engine import LMEngine, StepEvents
 from lm_engine.scheduler import Scheduler
 from lm_engine.sequence import Request as EngineRequest
 from lm_engine.sequence import Sequence
+from lm_engine.talker.scheduler import TalkerScheduler
 from model_families.registry import open_family
 from stages.service import AudioChunk, GenerationRequest, SpeechOptions
 from stages.speech_orders import SpeechDesk
@@ -375,5 +377,53 @@ def test_a_listener_who_does_not_listen_stops_the_talker(tiny_omni: Callable[...
         await deaf.aclose()
 
     with Served(folder, *limits) as served:
+        served.run(main(served))
+        served.assert_clean()
+
+
+def test_open_answers_run_side_by_side_on_a_pool_that_holds_one_of_the_longest(
+    tiny_omni: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the talker reserves follows the text: it ends, and the others need not wait for the speech."""
+    folder = tiny_omni("qwen3_omni_moe")
+    family = open_family(folder)
+    assert family.talker_config is not None
+    per_token = family.talker_config.kv_bytes_per_token(torch.float32)
+    context = -(-(1 << 20) // (16 * per_token)) * 16  # in whole blocks; no talker has less than a MiB
+    pool = (f"talker.max_context={context}", f"talker.kv_memory={per_token * (context + 16)}")
+    (end,) = family.tokenizer.encode("<|im_end|>", parse_special=True)
+    open_ended = {"max_tokens": 3000, "min_tokens": 6, "logit_bias": ((end, 100.0),)}
+    talker = SamplingParams(temperature=0.0, logit_bias=ENDLESS["qwen3_omni_moe"])
+    running: list[int] = []
+    commit = TalkerScheduler._commit
+
+    def watch(scheduler: TalkerScheduler, draft: object) -> object:
+        running.append(scheduler.num_running)
+        return commit(scheduler, draft)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TalkerScheduler, "_commit", watch)
+
+    async def main(served: Served) -> None:
+        desk = served.service._speech
+        assert desk._spec is not None
+        desk._spec = msgspec.structs.replace(desk._spec, extra_s=60 / desk._spec.frames_per_s)
+        desk._spec = msgspec.structs.replace(desk._spec, s_per_text_token=2 / desk._spec.frames_per_s)
+
+        async def one() -> SpokenAnswer:
+            return await speak(served, SCENARIOS["text"], talker=talker, **open_ended)
+
+        assert desk._spec.max_frames_of(3000) > context
+        alone = await one()
+        assert max(running) == 1
+        assert (len(alone.tokens), alone.finish, alone.audio_finish) == (7, "stop", "length")
+        with meeting(4):
+            together = await asyncio.gather(*(one() for _ in range(4)))
+        assert max(running) >= 3
+        for answer in together:
+            assert answer.tokens == alone.tokens
+            assert answer.samples.numel() == alone.samples.numel()
+            torch.testing.assert_close(answer.samples, alone.samples, atol=1e-5, rtol=0)
+
+    with Served(folder, "thinker.kv_memory=8MiB", *pool, "preprocess.workers=1") as served:
         served.run(main(served))
         served.assert_clean()

@@ -228,10 +228,14 @@ class FakeTalker:
             utterance.text += tensors["token_ids"].tolist()
             utterance.text_ended = last
 
-    def grant(self, request_id: str, num_frames: int, final: bool) -> None:
+    def grant(self, request_id: str, num_frames: int, final: bool, most_frames: int | None) -> None:
+        assert most_frames is not None or not final
         if request_id in self.utterances:
             utterance = self.utterances[request_id]
             utterance.granted, utterance.final = num_frames, final
+            if most_frames is not None:
+                assert num_frames <= most_frames <= utterance.max_frames
+                utterance.max_frames = most_frames
 
     def abort(self, request_id: str) -> None:
         self.utterances.pop(request_id, None)

@@ -126,8 +126,9 @@ def test_a_talker_without_end_is_cut_at_the_bound_of_its_text() -> None:
             assert (answer.text_finish, answer.audio_finish) == ("stop", "length")
             assert answer.samples.numel() == (3 * FRAMES_PER_TOKEN + 17) * SAMPLES_PER_FRAME - 1
             grants = [m for _, m in graph.sent if isinstance(m, Grant)]
-            assert grants[-1] == Grant("r", 26, final=True)
+            assert grants[-1] == Grant("r", 26, final=True, most_frames=26)
             assert [g.final for g in grants].count(True) == 1
+            assert {g.most_frames for g in grants} <= {None, 26}
             await graph.assert_clean()
 
     run(main())

@@ -129,7 +129,8 @@ def test_a_text_that_has_ended_is_forced_when_its_speech_starts_again() -> None:
         assert isinstance(vocode, Vocode)
         assert vocode.skip_samples == 3
         assert isinstance(speak, Speak)
-        assert grant == Grant("r+1", 16, final=True)
+        assert speak.max_frames == 16, "no more is reserved than its text may take"
+        assert grant == Grant("r+1", 16, final=True, most_frames=16)
         graph.coordinator.dispatch([text(request_id="r+1", finish="stop")])
         graph.coordinator.dispatch([audio(1, request_id="r+1", finish="length")])
         await settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 import torch
@@ -201,6 +202,72 @@ def test_kv_is_reserved_for_all_frames_and_freed_at_the_end():
         client.run()
         assert client.engine.is_idle()
     assert all(answer.frames == expected.frames for answer in client.answers.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_reserved_beyond_the_end_of_the_text_is_given_back(overlap):
+    """To whoever waits, and by whoever waits: then as many run side by side as their texts allow."""
+    request = {"prompt": list(range(10)), "text": TEXT}  # 12 rows
+    config = config_of(num_blocks=1 + 15, overlap=overlap)  # of 4: one of 48 frames, or three of 8
+    expected = alone(**request, max_frames=8)
+    with Client(config=config) as client:
+        for name in ("first", "second", "third"):
+            client.say(name, **request, max_frames=48, granted=3)
+        client.run()
+        assert [len(a.frames) for a in client.answers.values()] == [3, 0, 0]
+        client.engine.grant("first", 3, False, 8)  # no further frame yet, but no more than so many
+        client.run()
+        assert [len(a.frames) for a in client.answers.values()] == [3, 0, 0], "the next may still need all"
+        client.engine.grant("third", 3, False, 8)
+        client.engine.grant("second", 3, False, 8)
+        client.run()
+        assert [len(a.frames) for a in client.answers.values()] == [3, 3, 3]
+        assert client.engine.stats()["num_requests_running"] == 3
+        assert client.engine.check_integrity() is None
+        for name in client.answers:
+            client.engine.grant(name, 8, True, 8)
+        client.run()
+        assert client.engine.is_idle()
+        assert client.engine.check_integrity() is None
+    assert all((a.frames, a.reason) == (expected.frames, "length") for a in client.answers.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_bound_that_comes_at_any_time_changes_no_frame(overlap, seed):
+    """Also one that comes when more is planned already. Blocks change hands amid steps under way."""
+    expected = [alone(**request) for request in requests()]
+    draw = random.Random(seed)
+    with Client(config=config_of(overlap=overlap, num_blocks=1 + 24)) as client:
+
+        async def play():
+            unheard = {}
+            for i, (request, answer) in enumerate(zip(requests(), expected, strict=True)):
+                unheard[str(i)] = max(len(answer.frames), 1)
+                client.say(str(i), **{**request, "max_frames": 40, "granted": request["max_frames"]})
+                await client.step()
+            while unheard:
+                for _ in range(draw.randrange(3)):
+                    await client.step()
+                    assert client.engine.check_integrity() is None
+                name = draw.choice(list(unheard))
+                most = draw.choice((1, requests()[int(name)]["max_frames"]))
+                if most > 1:
+                    client.engine.grant(name, most, True, most)
+                    del unheard[name]
+                elif len(client.answers[name].frames) >= requests()[int(name)]["max_frames"] - 1:
+                    client.engine.grant(name, 1, False, most)  # beyond it already: stays as it is
+                    del unheard[name]
+            await client.drain()
+
+        asyncio.run(play())
+        assert client.engine.is_idle()
+        assert client.engine.check_integrity() is None
+    for i, answer in enumerate(expected):
+        found = client.answers[str(i)]
+        assert answer.frames[: len(found.frames)] == found.frames
+        assert len(answer.frames) - len(found.frames) <= 1
+        assert found.reason in ("stop", "length")
 
 
 def test_bounds_of_the_engine():
