@@ -106,6 +106,7 @@ def _verbose(transcript: Transcript, usage: JsonUsage) -> VerboseJson:
         JsonWord(word=word.text.strip(), start=word.start_s, end=word.end_s)
         for segment in transcript.segments
         for word in segment.words
+        if word.text.strip()
     ]
     return VerboseJson(
         task=transcript.task,

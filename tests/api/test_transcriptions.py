@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 import pytest
 import transformers
 
 from api.settings import ApiSettings
+from api.transcript_formats import Transcript, render
 from contracts.errors import EngineError
+from contracts.transcription import TranscriptSegment, TranscriptWord
 from model_families.whisper import transcription
 from stages.launch import serve_service
 from stages.options import ServeOptions
@@ -104,6 +107,32 @@ def test_words_and_segments_as_they_are_wanted(granularities: list[str]) -> None
             {"word": "Hello", "start": 0.0, "end": 0.6},
             {"word": "there.", "start": 0.6, "end": 1.5},
         ]
+
+
+def test_white_space_alone_is_no_word() -> None:
+    """A model may say it between words, and says it of silence."""
+    spaced = TranscriptSegment(
+        start_s=0.0,
+        end_s=1.0,
+        window_start_s=0.0,
+        text=" \n日 本",
+        token_ids=(1, 2, 3, 4),
+        avg_logprob=-0.5,
+        words=tuple(
+            TranscriptWord(start_s=i / 10, end_s=(i + 1) / 10, text=text)
+            for i, text in enumerate((" \n", "日", " ", "本"))
+        ),
+    )
+    transcript = Transcript(
+        task="transcribe",
+        language="ja",
+        duration_s=1.0,
+        text="日 本",
+        segments=(spaced,),
+        granularities=("word",),
+    )
+    told = msgspec.json.decode(render(transcript, "verbose_json"))["words"]
+    assert [word["word"] for word in told] == ["日", "本"]
 
 
 def test_streamed_text_is_the_whole_text() -> None:
