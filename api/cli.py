@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stages.start_progress import StartProgress
 
 TOKEN_VARIABLE = "OMNISTAGE_WORKER_TOKEN"  # the same secret at the server and at its workers elsewhere
+NUM_DESCRIPTORS = 1 << 16
 STOPPED = "stopped while loading"
 RAY_EXTRA = "install the extra: pip install -e '.[ray]'"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -247,6 +248,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     from stages.options import SWITCH_INTERVAL_S, DeploymentError
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _allow_descriptors()
 
     from api.settings import ApiSettings, SettingsError
     from stages.event_loops import loop_factory
@@ -271,6 +273,19 @@ def _serve(parsed: argparse.Namespace) -> int:
     except OSError as error:
         return _fail(error.strerror or error)
     return 0
+
+
+def _allow_descriptors() -> None:
+    """Each open request is a connection. As far as the system allows, and no further than `NUM_DESCRIPTORS`:
+    some programs look at every one that there might be."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(NUM_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_installed(package: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import subprocess
@@ -66,6 +67,19 @@ def test_ray_that_is_not_installed_is_told_before_anything_loads(
     first, last = capsys.readouterr().err.splitlines()
     assert first == "omnistage: starting; the model is /nowhere"
     assert last == "omnistage: --ray needs the package ray; install the extra: pip install -e '.[ray]'"
+
+
+@pytest.mark.parametrize("hard", [600, 1 << 20])
+def test_as_many_connections_can_be_open_as_requests(hard: int) -> None:
+    """A shell's 1024 descriptors would be used up before the bound on requests could refuse one."""
+    hard = min(hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    code = (
+        f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
+        "from api.cli import main\nmain(['serve', '/nowhere', '--port', '0'])\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"({min(hard, 1 << 16)}, {hard})\n"
 
 
 def test_errors_of_the_system_are_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
