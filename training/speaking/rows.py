@@ -6,6 +6,7 @@ Shapes: B sequences, L rows, T frames, Q groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -36,29 +37,41 @@ class Rows:
     codes_TQ: Tensor  # of all examples
     pad: int  # place of the pad row
 
+    @cached_property
+    def _opening(self) -> Tensor:
+        control = self.sizes.control
+        return torch.tensor([control[name] for name in OPENING_CODES], device=self.text_R.device)
+
     def batch(self, starts: npt.NDArray[np.int64], length: int) -> Batch:
         """A row of `starts` is an example: first row of text, rows, of them prompt, first frame, frames. None
         is longer than `length`."""
-        device, control = self.text_R.device, self.sizes.control
+        device = self.text_R.device
         assert (starts[:, 2] + starts[:, 4]).max() <= length
-        row, rows, prompt, code, frames = torch.from_numpy(starts).to(device).T[..., None]
+        row, rows, prompt, code, frames = _sent(torch.from_numpy(starts), device).T[..., None]
         place_L = torch.arange(length, device=device)
         text_BL = self.text_R[(row + place_L).clamp(max=len(self.text_R) - 1)]
         text_BL = torch.where(place_L < rows, text_BL, self.pad).long()
-        opening = torch.tensor([control[name] for name in OPENING_CODES], device=device)
         into = place_L - (prompt - OPENING)
-        opening_BL = torch.where((into >= 0) & (into < OPENING), opening[into.clamp(0, OPENING - 1)], -1)
+        opening_BL = torch.where(
+            (into >= 0) & (into < OPENING), self._opening[into.clamp(0, OPENING - 1)], -1
+        )
         frame_BL = place_L - prompt  # the one that is heard
         heard_BLQ = self._frames(code, frame_BL, (frame_BL >= 0) & (frame_BL < frames))
         drawn_BL = frame_BL + 1
         target_BLQ = self._frames(code, drawn_BL, (drawn_BL >= 0) & (drawn_BL < frames))
         target_BLQ = torch.where(target_BLQ < 0, EMPTY_TARGET, target_BLQ)
-        target_BLQ[..., 0] = torch.where(drawn_BL == frames, control["eos"], target_BLQ[..., 0])
+        ends = drawn_BL == frames
+        target_BLQ[..., 0] = torch.where(ends, self.sizes.control["eos"], target_BLQ[..., 0])
         return Batch(text_BL, opening_BL, heard_BLQ, target_BLQ)
 
     def _frames(self, first: Tensor, at_BL: Tensor, there_BL: Tensor) -> Tensor:
         index_BL = torch.where(there_BL, first + at_BL, 0)
         return torch.where(there_BL[..., None], self.codes_TQ[index_BL].long(), -1)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for what the device is at."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def input_rows(net: TalkerNet, table_VX: Tensor, batch: Batch) -> Tensor:

@@ -103,7 +103,7 @@ def run_sample(plan: Plan) -> None:
     lines = [prompts.of(text) for text in texts]
     longest = 2 * max(len(line.rows) for line in lines) + 30
     limit = longest if plan.device.type == "cuda" else 12
-    with torch.autocast(plan.device.type, torch.bfloat16):
+    with torch.autocast(plan.device.type, torch.bfloat16, plan.device.type == "cuda"):
         frames = Speaker(net, table).speak(lines, temperature=TEMPERATURE, max_frames=limit)
     arrays = {f"talker{index}": _pcm(decoder, codes) for index, codes in enumerate(frames)}
     voice = Voice()

@@ -84,10 +84,12 @@ class Judgement:
         return verdict
 
     def loss(self, true_BS: Tensor, made_BS: Tensor) -> Tensor:
+        self._judges.requires_grad_(False)  # they learn nothing of this
         with self._half():
             with torch.no_grad():
                 true = self._judges(true_BS)
             made = self._judges(made_BS)
+        self._judges.requires_grad_(True)
         return FOOLED * fooled_loss(made) + MATCHING * matching_loss(true, made)
 
     def _half(self) -> torch.autocast:

@@ -150,7 +150,7 @@ def losses(net: TalkerNet, table: TextTable, batch: Batch) -> tuple[Tensor, Tens
     has_frame_N = (target_NQ[:, 1] >= 0).float()
     order_N = has_frame_N + torch.rand_like(has_frame_N)
     some_K = order_N.topk(max(int(RESIDUAL_SHARE * len(target_NQ)), 1), sorted=False).indices
-    return first, net.residual_losses(hidden_NH[some_K], target_NQ[some_K])
+    return first, net.residual_losses(hidden_NH.index_select(0, some_K), target_NQ[some_K])
 
 
 def train_talker(
