@@ -8,20 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tiny_models import build_tokenizer
 from training.speaking import train_talker
 from training.speaking.clock import Clip, Clock, new_optimizer
 from training.speaking.corpus import Corpus, CorpusFile
+from training.speaking.decoder import new_decoder
 from training.speaking.phonetics import FRAME
 from training.speaking.pointing import SOONEST
 from training.speaking.prompts import COPIED, Prompts
-from training.speaking.rows import EMPTY_TARGET, input_rows
+from training.speaking.rows import EMPTY_TARGET, Batch, input_rows
 from training.speaking.sizes import TINY
 from training.speaking.stepping import Stepper
 from training.speaking.table import TextTable
+from training.speaking.talker import TalkerNet
 from training.speaking.train_decoder import NAME as DECODER
-from training.speaking.train_decoder import open_decoder, train_decoder
+from training.speaking.train_decoder import Learning, open_decoder, train_decoder
 from training.speaking.train_talker import Examples, disturb, losses, open_talker
 from training.speaking.weights import load_parts
 
@@ -174,3 +177,35 @@ def test_a_gradient_is_clipped_to_what_is_usual():
     clip.step(optimizer, (weight * torch.full((4,), 100.0)).sum())
     assert weight.grad.norm().item() == pytest.approx(4, rel=0.03)  # a little less since that which was none
     assert not torch.equal(weight, before)
+
+
+@pytest.fixture
+def no_values():
+    """Tensors have shapes and no values: whatever asks for one, and so would wait for a GPU, raises."""
+    return FakeTensorMode()
+
+
+def test_a_step_of_the_talker_asks_for_no_value(no_values):
+    with no_values:
+        net = TalkerNet(SIZES)
+        optimizer, clip = (
+            new_optimizer(list(net.parameters()), (0.9, 0.95), 0.05),
+            Clip(list(net.parameters())),
+        )
+        codes = (2, 48, SIZES.num_groups)
+        text, opening = (torch.zeros(2, 48, dtype=torch.int64) for _ in range(2))
+        batch = Batch(text, opening, *(torch.zeros(codes, dtype=torch.int64) for _ in range(2)))
+        fake = TextTable.__new__(TextTable)
+        fake.rows_VX = torch.zeros(9, 16)
+        first, others = losses(net, fake, disturb(batch, SIZES))
+        clip.step(optimizer, first + others.mean())
+
+
+def test_a_step_of_the_decoder_asks_for_no_value(no_values, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, _: module)  # is there, and may not be moved so
+    with no_values:
+        learning = Learning(new_decoder(SIZES), CPU)
+        sound = torch.zeros(2, 6 * FRAME)
+        codes = torch.zeros(2, 6, SIZES.num_groups, dtype=torch.int64)
+        learning.by_spectra(sound, codes)
+        learning.judged(sound, codes)
