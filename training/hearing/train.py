@@ -56,6 +56,7 @@ class Plan:
     workers: int
     ready_s: float  # of speech before anything is trained
     batch_s: float
+    rate: float
     held_out: int  # sentences that it is judged by
     device: torch.device
 
@@ -170,7 +171,7 @@ def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
         before_s = time.monotonic()
         batch = next(batches).to(plan.device)
         waited_s += time.monotonic() - before_s
-        set_rate(optimizer, learning_rate(clock.fraction, RATE, warm=0.05, bottom=0.02))
+        set_rate(optimizer, learning_rate(clock.fraction, plan.rate, warm=0.05, bottom=0.02))
         for group in optimizer.param_groups:
             group["lr"] *= group["share"]
         loss = letters_loss(ears, batch, rooms=True)
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--speak-only", action="store_true", help="only fill the corpus")
     parser.add_argument("--ready-s", type=float, default=1200.0, help="of speech before training begins")
     parser.add_argument("--batch-s", type=float, default=800.0, help="of sound in a step")
+    parser.add_argument("--rate", type=float, default=RATE, help="less for smaller steps")
     parser.add_argument("--held-out", type=int, default=200, help="sentences that it is judged by")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="where what is worth keeping is copied to")
@@ -275,6 +277,7 @@ def main() -> None:
         workers=given.workers,
         ready_s=given.ready_s,
         batch_s=given.batch_s,
+        rate=given.rate,
         held_out=given.held_out,
         device=torch.device(given.device),
     )
