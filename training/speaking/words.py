@@ -10,6 +10,7 @@ import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -31,9 +32,7 @@ class Words:
 
 def load_words(assets: Path, tokenizer: Tokenizer) -> Words:
     """`assets`: the speech package's folder of that name."""
-    lexicon = _read(assets / "lexicon_us_gold.json.gz")
-    tagger = _read(assets / "tagger.json.gz")
-    tag_of = tagger["tagdict"]
+    lexicon, tag_of = read_package(assets, "lexicon_us_gold"), read_package(assets, "tagger")["tagdict"]
     ranked: list[tuple[int, str]] = []
     rare: list[str] = []
     plain = [word for word in lexicon if word.isascii() and word.isalpha() and len(word) > 2]
@@ -65,7 +64,8 @@ def load_words(assets: Path, tokenizer: Tokenizer) -> Words:
     )
 
 
-def _read(path: Path) -> dict:  # type: ignore[type-arg]
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        found: dict[str, object] = json.load(file)
+def read_package(assets: Path, name: str) -> dict[str, Any]:
+    """One of the speech package's dictionaries."""
+    with gzip.open(assets / f"{name}.json.gz", "rt", encoding="utf-8") as file:
+        found: dict[str, Any] = json.load(file)
     return found
