@@ -21,7 +21,7 @@ SAID = Path(__file__).parents[2] / "examples" / "question.ogg"
 QUESTION = "What is the capital of France?"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served(default_model: Path) -> Iterator[Served]:
     with Served(default_model, "thinker.kv_memory=512MiB") as served:
         yield served

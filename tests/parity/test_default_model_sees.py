@@ -9,6 +9,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from model_families.default_model.shipped import SEEING
+from tests.conftest import nothing_left_behind
 from tests.served import Served
 from tests.tiny_models import reference_tokenizer
 
@@ -31,6 +32,13 @@ def printed(text: str) -> Image.Image:
     image = Image.new("RGB", (320, 240), "white")
     ImageDraw.Draw(image).text((60, 80), text, fill="black", font=ImageFont.load_default(72))
     return image
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """The server here serves several tests."""
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 from model_families.default_model.shipped import SPEAKING
 from model_families.omnistage_nano.speech import SAMPLING
+from tests.conftest import nothing_left_behind
 from tests.served import Served
 from tests.spoken import SpokenAnswer, speak
 
@@ -21,6 +22,13 @@ pytestmark = [
 ]
 RATE = 24_000
 TEXTS = {"Hello.": (0.3, 1.5), "The capital of France is Paris, and the sky is blue today.": (2.0, 7.0)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """The server here serves several tests."""
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture(scope="module")
