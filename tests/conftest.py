@@ -72,6 +72,14 @@ def default_model() -> Path:
     return DEFAULT_MODEL
 
 
+@pytest.fixture(scope="session")
+def default_reference(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model in a folder that `transformers` reads: it cannot hear or speak."""
+    from tests.default_reference import without_ears_and_voice
+
+    return without_ears_and_voice(default_model, tmp_path_factory.mktemp("default_reference"))
+
+
 # --- nothing is left behind ---------------------------------------------------------------------------------
 def child_processes() -> set[int]:
     """Children of this process, but for Python's own resource tracker, which lives as long as we do."""

@@ -18,7 +18,6 @@ from contracts.conversation import Conversation, MediaPart, Message, TextPart
 from contracts.media import MediaSource
 from model_families.default_model import build, compose
 from model_families.default_model.card import Shipped, model_card, read_scores
-from model_families.default_model.shipped import HEARING, SPEAKING
 from model_families.text import HFChatTokenizer
 from tests.served import Served
 from tests.tiny_models import (
@@ -34,6 +33,12 @@ from tests.tiny_models import (
 QUESTION = [
     {"role": "user", "content": "What is the capital of France? Answer in one short sentence."},
 ]
+ASKED = (
+    "What is the capital of France? Answer in one short sentence.",
+    "Write a short poem about the sea.",
+    "Name three animals that live in Africa.",
+    "How do I boil an egg?",
+)
 PICTURE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
 SYSTEM = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -49,8 +54,8 @@ def inner_llama(folder):
     text = json.loads((folder / "config.json").read_text())["text_config"]
     config = LlamaConfig(
         **{name: text[name] for name in text if name in LlamaConfig.__annotations__ and name != "model_type"}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}},
-        tie_word_embeddings=True,
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": text["rope_parameters"]["rope_theta"]}}
+        | {"tie_word_embeddings": True},
     )
     llama = LlamaForCausalLM(config).float().eval()
     stored = load_file(folder / "model.safetensors")
@@ -186,12 +191,6 @@ def test_scores_of_no_part_are_refused(tmp_path):
 
 
 # --- the real one -------------------------------------------------------------------------------------------
-oracle = pytest.mark.skipif(
-    HEARING.exists() or SPEAKING.exists(),
-    reason="transformers has no model of the family with ears and voice",
-)
-
-
 @pytest.mark.model
 def test_the_default_model_answers_in_writing(default_model):
     """By our own engine, whatever else it can."""
@@ -201,21 +200,36 @@ def test_the_default_model_answers_in_writing(default_model):
     assert text == "The capital of France is Paris."
 
 
-@oracle
 @pytest.mark.model
-def test_the_default_model_knows_paris(default_model):
-    assert_text_is_llama(default_model)
-    token_ids = reference_generate(default_model, QUESTION, [], 12)
-    text = reference_tokenizer(default_model).decode(token_ids, skip_special_tokens=True)
+def test_its_answers_in_writing_are_the_language_models_own(default_model, default_reference):
+    """Ears, eyes and voice leave no trace in them."""
+    llama = inner_llama(default_reference)
+    with Served(default_model, "thinker.kv_memory=512MiB") as served:
+        found = served.ask_all([[("user", [asked])] for asked in ASKED], max_tokens=24)
+    for asked, answer in zip(ASKED, found, strict=True):
+        ids = reference_inputs(default_reference, [{"role": "user", "content": asked}], [])["input_ids"]
+        with torch.no_grad():
+            whole = llama.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+            )
+        own = whole[0, ids.shape[1] :].tolist()
+        assert answer.tokens == own[: len(answer.tokens)], asked
+        assert len(own) - len(answer.tokens) <= 1  # the end itself is not told
+
+
+@pytest.mark.model
+def test_the_default_model_knows_paris(default_reference):
+    assert_text_is_llama(default_reference)
+    token_ids = reference_generate(default_reference, QUESTION, [], 12)
+    text = reference_tokenizer(default_reference).decode(token_ids, skip_special_tokens=True)
     assert text == "The capital of France is Paris."
 
 
-@oracle
 @pytest.mark.model
-def test_the_default_model_takes_images(default_model):
-    logits = [reference_logits(default_model, PICTURE, [noise_image(seed)])[-1] for seed in (0, 1)]
+def test_the_default_model_takes_images(default_reference):
+    logits = [reference_logits(default_reference, PICTURE, [noise_image(seed)])[-1] for seed in (0, 1)]
     assert (logits[0] - logits[1]).abs().max() > 1e-3
-    answer = reference_generate(default_model, PICTURE, [noise_image(0)], 8)
+    answer = reference_generate(default_reference, PICTURE, [noise_image(0)], 8)
     assert len(answer) == 8  # it talks, though of nothing it saw
 
 

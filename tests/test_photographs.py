@@ -20,7 +20,6 @@ from stages.options import ServeOptions
 from tests.api.serving import running
 from tests.conftest import ROOT
 from tests.preprocess.samples import data_url
-from tests.test_default_model import oracle
 from tests.tiny_models import reference_generate, reference_tokenizer
 
 PHOTOGRAPHS = (
@@ -66,8 +65,7 @@ def picture(file: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(file, "image/jpeg")}}
 
 
-@oracle
-def test_three_turns_about_two_photographs(default_model: Path) -> None:
+def test_three_turns_about_two_photographs(default_model: Path, default_reference: Path) -> None:
     photographs = [smaller(file) for file in files(PHOTOGRAPHS, ".jpg")[:2]]
     shown = [Image.open(io.BytesIO(file)) for file in photographs]
 
@@ -77,8 +75,8 @@ def test_three_turns_about_two_photographs(default_model: Path) -> None:
         for content in contents[: 2 * num_images : 2]:
             content.insert(0, {"type": "image"})
         messages = [{"role": role, "content": c} for (role, _), c in zip(turns, contents, strict=True)]
-        tokens = reference_generate(default_model, messages, shown[:num_images], MAX_TOKENS)
-        decoded: str = reference_tokenizer(default_model).decode(tokens, skip_special_tokens=True)
+        tokens = reference_generate(default_reference, messages, shown[:num_images], MAX_TOKENS)
+        decoded: str = reference_tokenizer(default_reference).decode(tokens, skip_special_tokens=True)
         return decoded
 
     async def run() -> None:
