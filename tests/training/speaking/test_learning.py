@@ -20,6 +20,7 @@ from training.speaking.pointing import SOONEST
 from training.speaking.prompts import COPIED, Prompts
 from training.speaking.rows import EMPTY_TARGET, Batch, input_rows
 from training.speaking.sizes import TINY
+from training.speaking.spectra import SpectralLoss
 from training.speaking.stepping import Stepper
 from training.speaking.table import TextTable
 from training.speaking.talker import TalkerNet
@@ -209,3 +210,17 @@ def test_a_step_of_the_decoder_asks_for_no_value(no_values, monkeypatch):
         codes = torch.zeros(2, 6, SIZES.num_groups, dtype=torch.int64)
         learning.by_spectra(sound, codes)
         learning.judged(sound, codes)
+
+
+def test_silence_teaches_no_more_than_speech():
+    generator = torch.Generator().manual_seed(1)
+    hiss = 1e-3 * torch.randn(1, 6 * FRAME, generator=generator)
+    tone = 0.1 * torch.sin(torch.arange(6 * FRAME) * 0.06)[None]
+    found = {}
+    for name, true, made in (("silence", torch.zeros_like(tone), hiss), ("speech", tone, 0.7 * tone + hiss)):
+        made = made.clone().requires_grad_()
+        loss = SpectralLoss()(made, true)
+        loss.backward()
+        found[name] = loss.item(), made.grad.norm().item()
+    assert found["silence"][0] < 2 * found["speech"][0]
+    assert found["silence"][1] < 4 * found["speech"][1]
