@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from math import exp, inf, log, log1p
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from model_families.omnistage_nano.letters import LETTERS, NUM_LETTERS
 
 NONE = 0
+MAX_KNOWN_BEGINNINGS = 1 << 16  # noise begins words without end
 IN_WORDS = frozenset("'abcdefghijklmnopqrstuvwxyz")
 
 Floats = npt.NDArray[np.float32]
@@ -34,6 +35,7 @@ class Weights:
     unknown_letter: float = -1.0  # and for every letter of it
     beam: int = 32
     unlikely: float = -8.0  # letters below are passed over
+    letters: int = 12  # of a row, the likeliest: noise could be any
     certain: float = -0.002  # no letter, and nothing else comes into question
 
 
@@ -46,7 +48,7 @@ class Lexicon:
         order = sorted(range(len(words)), key=words.__getitem__)
         self._words = [words[index] for index in order]
         self._chances = chances[order]
-        self.begun = cache(self._begun)
+        self.begun = lru_cache(MAX_KNOWN_BEGINNINGS)(self._begun)
 
     def _begun(self, prefix: str) -> float | None:
         """The logarithm of the chance of the commonest word that begins so."""
@@ -68,6 +70,7 @@ class _Heard:
     word: str  # the one that is being spelled
     finished: float  # of the words before it, weighted
     words: float  # of all, the begun one as the likeliest that it can become
+    unknown: bool = False  # no word begins as this one
     after_none: float = -inf
     after_letter: float = -inf
 
@@ -105,11 +108,8 @@ class Speller:
                 for heard in beam.values():
                     heard.after_none, heard.after_letter = heard.chance + row[NONE], -inf
                 continue
-            letters = [
-                (letter, row[letter])
-                for letter in np.flatnonzero(row_L > weights.unlikely).tolist()
-                if letter != NONE
-            ]
+            likeliest = sorted(np.flatnonzero(row_L > weights.unlikely).tolist(), key=row.__getitem__)
+            letters = [(letter, row[letter]) for letter in likeliest[-weights.letters :] if letter != NONE]
             beam = self._row(beam, row[NONE], letters)
         best = max(beam.items(), key=lambda item: item[1].chance + self._ended(item[1]))
         return " ".join(best[0].split())
@@ -122,7 +122,7 @@ class Speller:
             chance = heard.chance
             same = grown.get(text)
             if same is None:
-                same = grown[text] = _Heard(heard.word, heard.finished, heard.words)
+                same = grown[text] = _Heard(heard.word, heard.finished, heard.words, heard.unknown)
             same.after_none = _add(same.after_none, chance + none)
             last = text[-1:]
             for letter, likely in letters:
@@ -148,9 +148,9 @@ class Speller:
             finished = self._ended(heard)
             return _Heard("", finished, finished)
         word = heard.word + lower
-        begun = self._lexicon.begun(word)
+        begun = None if heard.unknown else self._lexicon.begun(word)
         ahead = self._weights.unknown + self._unknown(word) if begun is None else self._known(begun)
-        return _Heard(word, heard.finished, heard.finished + ahead)
+        return _Heard(word, heard.finished, heard.finished + ahead, unknown=begun is None)
 
     def _ended(self, heard: _Heard) -> float:
         """Of all words, the last of which has ended here."""

@@ -104,3 +104,11 @@ def test_a_word_list_is_read_from_its_file(tmp_path) -> None:
     assert lexicon.begun("i") == it
     assert lexicon.begun("it'") == lexicon.whole("it's")
     assert lexicon.begun("x") is None
+
+
+def test_what_noise_begins_is_neither_looked_up_nor_kept_for_ever() -> None:
+    lexicon = Lexicon(WORDS)
+    assert Speller(lexicon)(certain("xylophonesque")) == "xylophonesque"
+    looked_up = lexicon.begun.cache_info()
+    assert looked_up.misses <= 1  # nothing begins with x
+    assert looked_up.maxsize is not None

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from model_families.default_model.shipped import shipped_name
 from training.kit.layout import PACKAGES, Layout
 from training.kit.pieces import write_folders
 
@@ -128,7 +129,7 @@ def calls(folders: list[Path], root: str, seconds: int) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="ignored by git, in this checkout")
     parser.add_argument(
-        "--model", type=Path, default=Path(".models/omnistage-default"), help="has the tokenizer"
+        "--model", type=Path, default=Path(".models", shipped_name()), help="has the tokenizer"
     )
     parser.add_argument("--downloads", type=Path, default=Path(".downloads"))
     parser.add_argument("--python", default="3.12", help="of the machine that trains")
