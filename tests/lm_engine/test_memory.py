@@ -67,16 +67,17 @@ def test_the_largest_step_is_the_largest(context_length, block_size):
     assert max(own) < 64 // block_size + 2 * 4 + 2
 
 
+def hold_for_a_moment(num_bytes: int) -> None:
+    """In pages of its own: the heap may have that much to spare, resident already."""
+    with mmap.mmap(-1, num_bytes) as pages:
+        for offset in range(0, num_bytes, mmap.PAGESIZE):
+            pages[offset] = 1
+
+
 def test_a_measured_peak_sees_a_passing_allocation():
     size = 96 * MIB
-
-    def pass_by() -> None:  # pages of its own: the heap may have that much to spare
-        with mmap.mmap(-1, size) as pages:
-            for offset in range(0, size, mmap.PAGESIZE):
-                pages[offset] = 1
-
     before = measure_peak(CPU, lambda: None)
-    passing = measure_peak(CPU, pass_by)
+    passing = measure_peak(CPU, lambda: hold_for_a_moment(size))
     after = measure_peak(CPU, lambda: None)
     assert passing - before > 0.8 * size
     assert after - before < 0.5 * size
@@ -95,7 +96,7 @@ def test_measured_capacity_is_the_budget_less_the_peak():
         LIMITS,
         budget_bytes=budget,
         block_size=16,
-        encoder_step=lambda: torch.ones(encoder_bytes // 4).sum(),
+        encoder_step=lambda: hold_for_a_moment(encoder_bytes),
     )
     assert heavy.peak_bytes - plain.peak_bytes > 0.8 * encoder_bytes
     assert heavy.num_blocks < plain.num_blocks
