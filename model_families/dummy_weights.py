@@ -1,7 +1,8 @@
 """A checkpoint folder without weights: names and shapes from its configuration, values drawn when asked for.
 
 For measuring speed, which does not depend on the values. A folder says that it wants this by holding a file
-named `dummy_weights`.
+named `dummy_weights`. One that `write_table` has written stands for the headers of the weights' files, so that
+a start does not build the model class of transformers, which no checkpoint with weights needs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -78,8 +80,33 @@ class DummyCheckpoint(Checkpoint):
         return self._meta[name]
 
 
+class _Header(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def write_table(folder: Path) -> None:
+    """Marks the folder, with a table of its model's tensors. Takes seconds."""
+    tensors = _build(folder)
+    table = {
+        name: _Header(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()
+    }
+    (folder / MARK_FILE).write_bytes(msgspec.json.encode(table))
+
+
 @lru_cache(maxsize=4)
 def _tensors_of(folder: Path) -> dict[str, Tensor]:
+    table = (folder / MARK_FILE).read_bytes()
+    if not table:
+        return _build(folder)
+    headers = msgspec.json.decode(table, type=dict[str, _Header])
+    return {
+        name: torch.empty(header.shape, dtype=getattr(torch, header.dtype), device="meta")
+        for name, header in headers.items()
+    }
+
+
+def _build(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's model, without values; seconds for a large one."""
     import transformers  # only here: a server with weights needs no model class of it
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from model_families.dummy_weights import MARK_FILE
+from model_families.dummy_weights import write_table
 
 SHAPES = Path(__file__).resolve().parent.parent / "shapes"
 FIRST_SPECIAL = 151643
@@ -73,7 +73,7 @@ def write_shape_folder(shape: str, folder: Path) -> Path:
         "n_fft": 400,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-    (folder / MARK_FILE).touch()
+    write_table(folder)
     return folder
 
 

@@ -11,7 +11,7 @@ import torch
 
 from lm_engine.layers.selection import select_kernels
 from model_families.census import take_census
-from model_families.dummy_weights import MARK_FILE
+from model_families.dummy_weights import MARK_FILE, open_checkpoint, write_table
 from model_families.registry import open_family
 
 CPU = torch.device("cpu")
@@ -35,3 +35,19 @@ def test_a_folder_without_weights_loads_alike_twice(
     assert first.embed(tokens_T).std() > 0.01
     if opened.media_specs.image is not None:
         assert opened.load_encoder("vision", CPU, torch.float32).embedding_width > 0
+
+
+def test_a_table_tells_what_the_model_class_would(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Names, shapes and dtypes; and nothing of transformers is asked for them."""
+    folders = [tmp_path / name for name in ("built", "told")]
+    for folder in folders:
+        shutil.copytree(tiny("qwen2_5_vl"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folders[0] / MARK_FILE).touch()
+    write_table(folders[1])
+    config = folders[1] / "config.json"
+    config.write_text(config.read_text().replace("ForConditionalGeneration", "OfAnotherKind"))
+
+    built, told = map(open_checkpoint, folders)
+    assert set(told.names) == set(built.names)
+    for name in built.names:
+        assert (told.shape(name), told.dtype(name)) == (built.shape(name), built.dtype(name))
