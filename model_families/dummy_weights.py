@@ -1,8 +1,8 @@
 """A checkpoint folder without weights: names and shapes from its configuration, values drawn when asked for.
 
 For measuring speed, which does not depend on the values. A folder says that it wants this by holding a file
-named `dummy_weights`. One that `write_table` has written stands for the headers of the weights' files, so that
-a start does not build the model class of transformers, which no checkpoint with weights needs.
+named `dummy_weights`. One that `write_table` has written stands for the headers of the weights' files, so
+that a start does not build the model class of transformers, which no checkpoint with weights needs.
 """
 
 from __future__ import annotations
