@@ -296,15 +296,24 @@ def _is_installed(package: str) -> bool:
 
 @asynccontextmanager
 async def _launched(options: ServeOptions, progress: StartProgress) -> AsyncIterator[Service]:
-    def load() -> Callable[[ServeOptions, StartProgress], AbstractAsyncContextManager[Service]]:
+    from stages.options import expects_workers
+    from stages.worker_processes import ForkServer
+
+    def load() -> Callable[[ServeOptions, StartProgress, ForkServer], AbstractAsyncContextManager[Service]]:
         from stages.launch import serve_service
 
         return serve_service
 
-    with progress.step("server", "loading the program"):
-        serve_service = await asyncio.to_thread(load)
-    async with serve_service(options, progress) as service:
-        yield service
+    forks = ForkServer()
+    try:
+        if expects_workers(options):
+            forks.start()  # its imports take as long as this process's, and need not wait for the plan
+        with progress.step("server", "loading the program"):
+            serve_service = await asyncio.to_thread(load)
+        async with serve_service(options, progress, forks) as service:
+            yield service
+    finally:
+        forks.stop()
 
 
 def _worker(parsed: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ import torch
 from stages import worker_main
 from stages.control import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkRequest
 from stages.prctl import die_with, set_process_name
+from stages.worker_processes import FRONT_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,9 @@ def main() -> None:
     """Run as `python -m stages.fork_server SOCKET_FD PARENT_PID`."""
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with(int(sys.argv[2]))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the front process decides; these may reach a whole group
+    for number in FRONT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONT_SIGNALS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s workers: %(message)s")
     assert threading.active_count() == 1
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -38,6 +38,7 @@ from stages.stage_board import SendToStage
 from stages.stage_logics import make_shells
 from stages.start_progress import StartProgress
 from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
+from stages.worker_processes import ForkServer
 
 __all__ = ["plan_text", "serve_service"]
 
@@ -56,15 +57,17 @@ class Workers(Protocol):
 
 @contextlib.asynccontextmanager
 async def serve_service(
-    options: ServeOptions, progress: StartProgress | None = None
+    options: ServeOptions, progress: StartProgress | None = None, forks: ForkServer | None = None
 ) -> AsyncIterator[OmniService]:
     """A running graph; on leaving, stages and preprocessing workers are stopped and their memory is gone.
-    `progress` is told what the start is at."""
+    `progress` is told what the start is at. `forks`: as begun ahead of the plan, ended in any case."""
     progress = progress or StartProgress()
-    with progress.step("server", "reading the checkpoint and planning"):
-        plan = await asyncio.to_thread(make_plan, options)
-    options = plan.options
     async with contextlib.AsyncExitStack() as stack:
+        if forks is not None:
+            stack.callback(forks.stop)
+        with progress.step("server", "reading the checkpoint and planning"):
+            plan = await asyncio.to_thread(make_plan, options)
+        options = plan.options
         preprocessor = None
         if plan.family.media_specs.modalities:
             preprocessor = _make_preprocessor(plan.deployment)
@@ -75,9 +78,11 @@ async def serve_service(
         groups = group_stages(plan.deployment, options)
         if groups:
             coordinator, workers = await _start_processes(
-                plan, options, groups, preprocessor, stack, progress
+                plan, options, groups, preprocessor, stack, progress, forks
             )
         else:
+            if forks is not None:
+                forks.stop()
             coordinator, workers = _start_threads(plan, preprocessor, stack, progress)
         with progress.step("server", "reading the tokenizer"):  # seconds, while the stages load
             await asyncio.to_thread(lambda: plan.family.tokenizer)
@@ -164,6 +169,7 @@ async def _start_processes(
     preprocessor: Preprocessor | None,
     stack: contextlib.AsyncExitStack,
     progress: StartProgress,
+    forks: ForkServer | None,
 ) -> tuple[Coordinator, Supervisor]:
     edges: dict[tuple[str, str], ParentEdge] = {}
     cluster = RayCluster.join(options.ray) if options.ray is not None else None
@@ -191,6 +197,7 @@ async def _start_processes(
         rendezvous=rendezvous,
         checkpoint=checkpoint,
         read=no_arena if preprocessor is None else preprocessor.pool.arena.view,
+        forks=forks,
     )
     coordinator = _make_coordinator(plan, supervisor.send, progress)
     stack.push_async_callback(supervisor.stop)

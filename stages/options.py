@@ -9,6 +9,7 @@ from typing import Literal
 # Between two kernels the runner's thread needs the interpreter for microseconds; at Python's own 5 ms a busy
 # event loop would keep it waiting for longer than the kernels take.
 SWITCH_INTERVAL_S = 2e-4
+GPU_CONTROL = Path("/dev/nvidiactl")  # there with NVIDIA's driver, and in containers that were given a GPU
 
 
 class DeploymentError(ValueError):
@@ -42,6 +43,22 @@ class ServeOptions:
     deployment_text: str | None = None  # the deployment's content, for a machine that does not have the file
     gpu_memory: tuple[tuple[str, int], ...] = ()  # (GPU, bytes free before any stage loaded); (): ask them
     assumed_gpu_memory: str | None = None  # of every GPU that is named, on another machine than this one
+
+
+def expects_workers(options: ServeOptions) -> bool:
+    """Whether stages are likely to run in processes of their own, told before anything large is imported. A
+    wrong guess costs the imports of one process, which then ends."""
+    if options.workers != "file" or GPU_CONTROL.exists():
+        return options.workers != "one"
+    return options.deployment is not None and "[[worker]]" in _text_of(options.deployment)
+
+
+def _text_of(deployment: Path) -> str:
+    """What is wrong with the file is said by whoever reads it in earnest."""
+    try:
+        return deployment.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def for_machine(options: ServeOptions, machine: str) -> ServeOptions:

@@ -86,8 +86,8 @@ class _Worker:
 class Supervisor:
     """All methods on the front process's loop. `on_lost(stages)` is called when a worker is gone, after its
     edges were reset by the caller's hook and before its replacement starts. `checkpoint`: its fingerprint,
-    for
-    workers on other machines."""
+    for workers on other machines. `forks`: a fork server that has been started already; the supervisor's from
+    now on."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class Supervisor:
         rendezvous: Rendezvous | None = None,
         checkpoint: str = "",
         read: FeatureReader = no_arena,
+        forks: ForkServer | None = None,
     ) -> None:
         self._rendezvous = rendezvous
         self._checkpoint = checkpoint
@@ -116,7 +117,7 @@ class Supervisor:
         self._outbox: Mailbox[tuple[bytes, ControlToWorker]] = Mailbox()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._fork_server = ForkServer()
+        self._fork_server = forks or ForkServer()
         # An abstract socket leaves no file behind; the token keeps strangers of this host out.
         self._endpoint = f"ipc://@omnistage-{os.getpid()}-{secrets.token_hex(8)}"
 
@@ -135,7 +136,8 @@ class Supervisor:
             asyncio.create_task(self._send_all()),
             asyncio.create_task(self._receive_all()),
         ]
-        self._fork_server.start()
+        if not self._fork_server.pid:
+            self._fork_server.start()
         for worker in self._workers.values():
             self._spawn(worker)
 

@@ -20,6 +20,7 @@ from stages.control import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkRequest
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parent.parent
+FRONT_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the front process decides; they may reach a whole group
 
 
 class WorkerProcess:
@@ -77,7 +78,12 @@ class ForkServer:
             # CUDA itself has forks that cannot use it.
             environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
             command = [sys.executable, "-m", "stages.fork_server", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            # While it imports, these would end it with a traceback; it ignores them and lets them in again.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, FRONT_SIGNALS)
+            try:
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         ours.setblocking(False)
         self._control = ours
         asyncio.get_running_loop().add_reader(ours, self._readable)
