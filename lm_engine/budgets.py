@@ -23,6 +23,12 @@ class StepDraft:
     copies: list[tuple[int, int]] = field(default_factory=list)
     fresh: dict[Sequence, None] = field(default_factory=dict)  # admitted onto blocks of earlier steps
     preempted: bool = False
+    withheld: int = 0  # of the step's tokens
+
+    def withhold(self, num_tokens: int) -> None:
+        assert 0 <= num_tokens <= self.tokens_left, "more than the step has left"
+        self.tokens_left -= num_tokens
+        self.withheld += num_tokens
 
     def put(self, seq: Sequence, row: SequenceStep) -> None:
         assert row.num_tokens >= 1, f"{seq.request.id} is scheduled for nothing"

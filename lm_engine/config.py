@@ -16,7 +16,8 @@ class EngineConfig:
     `num_blocks` counts the scratch block 0. `embedding_width` 0 = the model takes no embeddings.
     `atomic_spans`: a media span is computed in one step (bidirectional attention inside it); then
     `max_item_tokens`, the longest span the processor can produce, is checked here instead of per request.
-    `aging_s`: waiting that long is worth one level of priority (policy "priority").
+    `mixed_step_tokens`: of a step in which sequences decode, whose next tokens wait for all of it. None: as
+    any other step. `aging_s`: waiting that long is worth one level of priority (policy "priority").
     `max_deferrals`: times a request may be overtaken (policy "cache_aware").
     `spoken_hidden`: whose kept hidden states a talker takes: the prompt's media, or all of the prompt and of
     the answer. None: there is no talker.
@@ -27,6 +28,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...]
     block_size: int = 16
     max_step_tokens: int = 2048
+    mixed_step_tokens: int | None = None
     max_sequences: int = 64
     max_step_visual_tokens: int = 2048
     long_prefill_cap: int = 1024
@@ -61,10 +63,11 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}, want at least 1")
         if self.num_blocks < 2:
             raise ValueError(f"num_blocks is {self.num_blocks}, want the scratch block and at least one more")
-        if self.max_step_tokens < self.max_sequences:
+        if self.step_tokens_beside_decodes < self.max_sequences:
             # Every decoding sequence gets its token in every step.
             raise ValueError(
-                f"max_step_tokens {self.max_step_tokens} is below max_sequences {self.max_sequences}"
+                f"max_step_tokens {self.max_step_tokens} or mixed_step_tokens {self.mixed_step_tokens}"
+                f" is below max_sequences {self.max_sequences}"
             )
         self._check_atomic_spans()
 
@@ -73,8 +76,8 @@ class EngineConfig:
             return
         if self.max_atomic_span < (self.max_item_tokens or 1):
             raise ValueError(
-                f"media spans must not be split: max_step_tokens {self.max_step_tokens} less max_sequences "
-                f"{self.max_sequences} leaves {self.max_atomic_span} tokens, an item may have "
+                f"media spans must not be split: a step of {self.step_tokens_beside_decodes} less "
+                f"max_sequences {self.max_sequences} leaves {self.max_atomic_span} tokens, an item may have "
                 f"{self.max_item_tokens or 1}"
             )
 
@@ -85,7 +88,12 @@ class EngineConfig:
     @property
     def max_atomic_span(self) -> int:
         """What is left of a step for one span however many sequences decode beside it."""
-        return self.max_step_tokens - self.max_sequences
+        return self.step_tokens_beside_decodes - self.max_sequences
+
+    @property
+    def step_tokens_beside_decodes(self) -> int:
+        mixed = self.mixed_step_tokens
+        return self.max_step_tokens if mixed is None else min(mixed, self.max_step_tokens)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -137,6 +137,8 @@ class Scheduler:
         while True:
             draft = StepDraft(self.config.max_step_tokens, self.config.max_step_visual_tokens)
             self._plan_decodes(draft)
+            if draft.rows:  # they wait for the whole step
+                draft.withhold(self.config.max_step_tokens - self.config.step_tokens_beside_decodes)
             self._plan_prefills(draft)
             if not draft.preempted:
                 self._admit_waiting(draft)
@@ -230,7 +232,7 @@ class Scheduler:
                 del self._prefilling[seq]
                 self._decoding[seq] = None
                 self.room.release_held(seq.request)
-        num_tokens = self.config.max_step_tokens - draft.tokens_left
+        num_tokens = self.config.max_step_tokens - draft.withheld - draft.tokens_left
         return ScheduledStep(plan, tuple(draft.rows), sampling, media, tuple(draft.fresh), num_tokens)
 
     def register_full_blocks(self, seq: Sequence) -> None:

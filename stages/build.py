@@ -83,7 +83,11 @@ def build_encoder_pool(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),
     )
-    limits = BatchLimits(max_tokens=config.max_batch_tokens, max_items=config.max_batch_items)
+    limits = BatchLimits(
+        max_tokens=config.max_batch_tokens,
+        max_patches=config.batch_patches,
+        max_items=config.max_batch_items,
+    )
     pool = EncoderPool(model, EncoderPoolConfig(limits=limits, cache=cache), plan.stage)
     dtype = str(plan.dtype).removeprefix("torch.")
     return pool, f"{plan.device}, {dtype}; embedding cache {cache.device_bytes / MIB:,.0f} MiB"
@@ -297,6 +301,7 @@ def _bounds_of(
         block_size=config.block_size,
         max_step_tokens=bounds.max_step_tokens,
         max_sequences=bounds.max_sequences,
+        mixed_step_tokens=bounds.mixed_step_tokens,
         max_step_visual_tokens=bounds.max_step_visual_tokens,
         long_prefill_cap=bounds.long_prefill_cap,
         max_resident_embedding_tokens=config.max_resident_embedding_tokens,

@@ -47,17 +47,28 @@ class PlacedConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`max_batch_patches` None: on a GPU what fills it, about two pictures of 1024x1024. Eight at once take
+    only a tenth less than one after another, and each would wait for all of them."""
+
     max_batch_tokens: int = 16384
+    max_batch_patches: int | None = None
     max_batch_items: int = 64
     embedding_cache: int | str = "256MiB"
     embedding_cache_host: int | str = "256MiB"
+
+    @property
+    def batch_patches(self) -> int:
+        on_gpu = self.device_list[0].startswith("cuda")
+        return self.max_batch_patches or (12288 if on_gpu else 65536)
 
 
 class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step.
     `kv_dtype` "fp8": half the bytes a token.
 
-    Step bounds that are None follow the device: a GPU takes large steps, a CPU small ones.
+    Step bounds that are None follow the device. On a GPU a step is no larger than the largest that is
+    captured: it costs one launch, and takes some 20 ms of a model of 3B; larger ones are hardly more
+    efficient. Half as much where sequences decode, since that is what their next tokens wait for.
     """
 
     tensor_parallel: int = 1
@@ -66,6 +77,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: int = 16
     max_sequences: int | None = None
     max_step_tokens: int | None = None
+    mixed_step_tokens: int | None = None  # of a step in which sequences decode
     max_step_visual_tokens: int | None = None
     long_prefill_cap: int | None = None
     max_resident_embedding_tokens: int = 65536
@@ -92,6 +104,7 @@ class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
 
     max_sequences: int
     max_step_tokens: int
+    mixed_step_tokens: int
     max_step_visual_tokens: int
     long_prefill_cap: int
 
@@ -99,10 +112,12 @@ class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
 def step_bounds(config: LMConfig) -> StepBounds:
     on_gpu = config.device_list[0].startswith("cuda")
     sequences = config.max_sequences or (256 if on_gpu else 32)
-    tokens = config.max_step_tokens or max(8192 if on_gpu else 512, sequences)
+    tokens = config.max_step_tokens or max(2048 if on_gpu else 512, sequences)
+    mixed = config.mixed_step_tokens or (max(1024, 2 * sequences) if on_gpu else tokens)
     return StepBounds(
         max_sequences=sequences,
         max_step_tokens=tokens,
+        mixed_step_tokens=min(mixed, tokens),
         max_step_visual_tokens=config.max_step_visual_tokens or tokens,
         long_prefill_cap=config.long_prefill_cap or tokens,
     )

@@ -52,6 +52,7 @@ WORKER = {"threads": Bound(4096, _THREAD)}
 PLACED = {"replicas": Bound(256, "each holds the weights and has an edge to every neighbour")}
 ENCODER = {
     "max_batch_tokens": Bound(1 << 24, _STEP),
+    "max_batch_patches": Bound(1 << 26, _STEP),
     "max_batch_items": Bound(1 << 20, _STEP),
 }
 LM = {
@@ -59,6 +60,7 @@ LM = {
     "block_size": Bound(4096, "a sequence of one token takes a whole block"),
     "max_sequences": Bound(1 << 16, _ROW),
     "max_step_tokens": Bound(1 << 24, _STEP),
+    "mixed_step_tokens": Bound(1 << 24, _STEP),
     "max_step_visual_tokens": Bound(1 << 24, _STEP),
     "long_prefill_cap": Bound(1 << 24, _STEP),
     "max_resident_embedding_tokens": Bound(1 << 28, "each is a row of embeddings in memory"),

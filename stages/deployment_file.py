@@ -37,6 +37,7 @@ STEP_FIELDS = (
     "block_size",
     "max_sequences",
     "max_step_tokens",
+    "mixed_step_tokens",
     "max_step_visual_tokens",
     "long_prefill_cap",
     "max_resident_embedding_tokens",
@@ -188,14 +189,15 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
     for name, lm in deployment.lms.items():
         _positive(f"stage.{name}", lm, STEP_FIELDS)
         bounds = step_bounds(lm)
-        if bounds.max_step_tokens < bounds.max_sequences:
-            raise DeploymentError(
-                f"stage.{name}.max_step_tokens: {bounds.max_step_tokens} is below max_sequences,"
-                f" {bounds.max_sequences}"
-            )
+        sizes = {"max_step_tokens": bounds.max_step_tokens, "mixed_step_tokens": bounds.mixed_step_tokens}
+        for field, tokens in sizes.items():
+            if tokens < bounds.max_sequences:
+                raise DeploymentError(
+                    f"stage.{name}.{field}: {tokens} is below max_sequences, {bounds.max_sequences}"
+                )
         _validate_ranks(name, lm, pipeline)
     for name, encoder in deployment.encoders.items():
-        _positive(f"stage.{name}", encoder, ("max_batch_tokens", "max_batch_items"))
+        _positive(f"stage.{name}", encoder, ("max_batch_tokens", "max_batch_patches", "max_batch_items"))
     for name, vocoder in deployment.vocoders.items():
         _positive(f"stage.{name}", vocoder, ("max_streams", "max_batch_rows"))
         if vocoder.max_batch_frames < MIN_BATCH_FRAMES:

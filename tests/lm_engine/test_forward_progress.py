@@ -24,6 +24,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         num_blocks=1 + rng.randint(max(2, 48 // size), 120 // size + 4),
         max_sequences=sequences,
         max_step_tokens=sequences + rng.randint(13, 30),
+        mixed_step_tokens=rng.choice([None, sequences + 13]),
         max_step_visual_tokens=rng.randint(1, 16),
         long_prefill_cap=rng.randint(1, 24),
         max_resident_embedding_tokens=rng.randint(1, 30),

@@ -174,6 +174,20 @@ def test_a_long_prefill_is_capped_and_the_rest_of_the_step_goes_to_others():
     assert [row.samples for row in step.plan.sequences] == [False, True]
 
 
+def test_steps_are_smaller_while_sequences_decode():
+    prompts = prompt_of([1, 2]), prompt_of([1] * 30), prompt_of([2] * 30)
+    scheduler, (first, *_) = scheduler_of(*prompts, mixed_step_tokens=12, long_prefill_cap=30)
+    step, _ = scheduler.plan()
+    assert (chunks(step), step.num_tokens) == ([(0, 2), (0, 30)], 32)
+    step, _ = scheduler.plan()
+    assert (chunks(step), step.num_tokens) == ([(2, 1), (30, 1), (0, 10)], 12)
+    for sequence in step.sequences[:2]:
+        scheduler.finish(sequence)
+    step, _ = scheduler.plan()
+    assert (chunks(step), step.num_tokens) == ([(10, 20)], 20)
+    assert first.num_unfinished == 0
+
+
 def test_a_chunk_ends_where_embeddings_are_missing_and_others_go_on():
     scheduler, (first, second) = scheduler_of(
         prompt_of([1, 2, 3], Image("a", 5), [4], Image("b", 2), [5]), prompt_of([1, 2])
@@ -488,6 +502,7 @@ def test_retry_after_follows_the_measured_rate():
     "changes",
     [
         {"max_step_tokens": 4, "max_sequences": 8},
+        {"mixed_step_tokens": 4, "max_sequences": 8},
         {"num_blocks": 1},
         {"max_step_visual_tokens": 0},
         {"long_prefill_cap": 0},
