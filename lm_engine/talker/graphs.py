@@ -18,7 +18,7 @@ from contracts.params import SamplingParams
 from lm_engine.graphs import compile_ahead
 from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
-from lm_engine.passes import CapturedPasses, CudaRecorder, MixedPasses, Record, Replay
+from lm_engine.passes import TOKEN_SIZES, CapturedPasses, CudaRecorder, MixedPasses, Record, Replay
 from lm_engine.random import signed_seed
 from lm_engine.request_table import RequestTable
 from lm_engine.talker.model import TalkerModel
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 MAX_PROMPT_ROWS = 512  # of a step by graphs; beyond, launching takes less time than computing
+PROMPT_ROWS = tuple(size for size in TOKEN_SIZES if size <= MAX_PROMPT_ROWS)
 GROUP_SEED = 0x2545F4914F6CDD1D  # odd: groups of one frame draw from different streams
 
 

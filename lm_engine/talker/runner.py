@@ -18,12 +18,14 @@ from lm_engine.devices import device_thread
 from lm_engine.host_copies import HostCopies
 from lm_engine.model import PagedKV
 from lm_engine.passes import MixedPasses
+from lm_engine.plan import Admission, SequenceStep
 from lm_engine.random import signed_seed
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler, needs_of
 from lm_engine.sampler import RowParams, sample
 from lm_engine.talker.graphs import (
     GROUP_SEED,
+    PROMPT_ROWS,
     FrameGraphs,
     draws_in_graphs,
     make_frame_graphs,
@@ -94,11 +96,42 @@ class TalkerRunner:
         return self._collector.submit(lambda: _collect(launched.result()))
 
     def capture_graphs(self) -> int:
-        """Captures all graphs now rather than on first use; returns their number. Blocks for seconds."""
+        """Captures all graphs now rather than on first use, and rehearses what goes without them; returns
+        their number. Blocks for seconds."""
         graphs, passes = self._graphs, self._passes
         if graphs is None or passes is None:
             return 0
-        return self._launcher.submit(lambda: graphs.capture_all() + passes.capture_all()).result()
+        num_graphs = self._launcher.submit(lambda: graphs.capture_all() + passes.capture_all()).result()
+        self.rehearse()
+        return num_graphs
+
+    def rehearse(self) -> None:
+        """Speaks a frame after a prompt of few rows, then after one too long for graphs, to nobody: what a
+        device compiles, loads or sets up on first use is not left to a request, whose step all others would
+        wait for. Nothing of it remains but in the scratch block."""
+        for num_rows in (PROMPT_ROWS[0], PROMPT_ROWS[-1] + 1):
+            for plan in self._rehearsal(min(num_rows, self.table.max_length - 1)):
+                self.submit(plan).result()
+            self._launcher.submit(self.table.turn_over, (0,), ()).result()
+
+    def _rehearsal(self, num_rows: int) -> list[TalkerPlan]:
+        """All of its blocks are the scratch block."""
+        table, piece = self.table, RowPiece(self.rows(lambda: self.model.closing_rows()[:1]), 0, 1)
+        admission = Admission(
+            slot=0,
+            token_ids=[0] * num_rows,
+            num_prompt_tokens=num_rows,
+            positions_AL=np.broadcast_to(np.arange(num_rows), (table.positions.shape[0], num_rows)),
+            position_delta=0,
+            sampling=SamplingParams(temperature=1.0, top_k=2, repetition_penalty=1.1),
+            seed=0,
+            block_ids=(0,) * -(-(num_rows + 1) // table.block_size),
+        )
+        prompt, frame = SequenceStep(0, 0, num_rows, (), True), SequenceStep(0, num_rows, 1, (), True)
+        return [
+            TalkerPlan(0, (), (admission,), (prompt,), (piece,) * num_rows, (False,)),
+            TalkerPlan(1, (), (), (frame,), (piece,), (True,)),
+        ]
 
     def close(self) -> None:
         """Finishes what was submitted, then ends both threads."""

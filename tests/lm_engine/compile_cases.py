@@ -196,6 +196,23 @@ def test_attention(compiled, kv_dtype):
     check(compiled, "decode_attention", "mixed_attention", "rope_heads")
 
 
+def test_mixed_steps_of_all_sizes_share_a_kernel(compiled):
+    """What a captured step has compiled serves plain ones, of any number of sequences and blocks."""
+    heads = HeadShape(16, 2, 128)
+    config = tiny_config(head_dim=128, num_kv_heads=2, num_layers=1)
+    kv = allocate_kv(config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META)
+    attention, cos_TP = TritonAttention(META), torch.empty(600, 64, device=META)
+    qkv_TX = torch.empty(600, heads.width, device=META, dtype=DTYPE)
+    for num_sequences, num_blocks in ((64, 512), (1, 38), (6, 7), (16, 5), (3, 16), (2, 1)):
+        metadata = DecodeBuffers.allocate(
+            num_sequences, table_of(config, 64, num_blocks * BLOCK_SIZE)
+        ).metadata
+        metadata = replace(metadata, max_query_length=600)
+        attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, None, kv, 0, metadata)
+    assert [kernel.name for kernel in compiled.values()].count("mixed_attention") == 1
+    check(compiled, "mixed_attention", "rope_heads")
+
+
 def test_draws_of_codes(compiled):
     """Of a talker's vocabulary, and of its code predictor's."""
     table = table_of(tiny_config(), 64, 8192)

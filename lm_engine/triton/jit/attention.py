@@ -31,7 +31,8 @@ def _slots(table_ptr, index_L, inside_L, BLOCK_SIZE: tl.constexpr):
     return block_L * BLOCK_SIZE + index_L % BLOCK_SIZE
 
 
-@triton.jit
+# Both differ from step to step: a variant for each kind of number would be compiled while requests wait.
+@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
 def mixed_attention(
     q_ptr,
     keys_ptr,

@@ -53,6 +53,7 @@ def answers(*, graphs, moe=None):
             runner._passes = CapturedPasses(
                 model, attention, runner.kv, runner.table, max_tokens=16, **recorder
             )
+            runner.rehearse()
         client.say("greedy", [3, 55, 9, 4], [11, 8, 30], sampling=GREEDY, max_frames=3)
         client.say("long", [(7 * j) % 60 for j in range(21)], [5, 6], sampling=drawn(3), max_frames=2)
         late = client.add("late", [2, 51], [7, 9], sampling=drawn(4, top_k=0, temperature=1.3), max_frames=3)

@@ -370,3 +370,19 @@ def test_hidden_states_come_in_any_number_of_pieces():
         client.show("pieces", [], torch.zeros(0, HIDDEN))
         client.run()
     assert answer.frames == expected.frames
+
+
+def test_a_rehearsal_leaves_nothing_behind():
+    expected = [alone(**request) for request in requests(3)]
+    with Client() as client:
+        steps = []
+        forward = client.model.forward
+        client.model.forward = lambda *args: steps.append(len(args[0])) or forward(*args)
+        client.runner.rehearse()
+        assert steps == [16, 1, client.config.context_length - 1, 1]
+        assert not client.runner.table.rows
+        for i, request in enumerate(requests(3)):
+            client.say(str(i), **request)
+        client.run()
+        assert client.engine.is_idle()
+    assert [client.answers[str(i)].frames for i in range(3)] == [answer.frames for answer in expected]
