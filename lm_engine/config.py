@@ -19,7 +19,8 @@ class EngineConfig:
     `mixed_step_tokens`: of a step in which sequences decode, whose next tokens wait for all of it. None: as
     any other step. `aging_s`: waiting that long is worth one level of priority (policy "priority").
     `max_deferrals`: times a request may be overtaken (policy "cache_aware").
-    `spoken_hidden`: whose kept hidden states a talker takes: the prompt's media, or all of the prompt and of
+    `min_shared_tokens`: a request waits for a prefill under way that computes so many tokens for both of them;
+    None: it computes them, too. `spoken_hidden`: whose kept hidden states a talker takes: the prompt's media, or all of the prompt and of
     the answer. None: there is no talker.
     """
 
@@ -40,6 +41,7 @@ class EngineConfig:
     policy: Policy = "fcfs"
     aging_s: float = 10.0
     max_deferrals: int = 8
+    min_shared_tokens: int | None = 256
     prefix_cache: bool = True
     atomic_spans: bool = False
     max_item_tokens: int | None = None

@@ -18,10 +18,12 @@ from lm_engine.plan import Admission, SequenceStep, StepPlan
 from lm_engine.policies import make_queue
 from lm_engine.prefix_cache import ROOT, PrefixCache
 from lm_engine.sequence import NO_SLOT, Request, Sequence, State
+from lm_engine.shared_prefills import SharedPrefills
 from lm_engine.starts import Start, StartFinder
 from lm_engine.waiting_room import WaitingRoom
 
 MAX_SET_ASIDE = 16  # waiting sequences that a step may pass over for lack of its own budget
+MAX_BEHIND = 64  # ... and because another one computes what they need
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Outcome(Enum):
     ADMITTED = "admitted"
     PARKED = "parked"  # left the queue until its embeddings arrive
     NOT_IN_THIS_STEP = "not in this step"
+    BEHIND = "behind a prefill that computes the same"
     NO_MEMORY = "no memory"
 
 
@@ -67,6 +70,9 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks)
         self.cache = PrefixCache(self.pool, hash_function)
         self._starts = StartFinder(config, self.cache)
+        self._shared = SharedPrefills(
+            config.block_size, config.min_shared_tokens if config.prefix_cache else None
+        )
         self.queue = make_queue(config.policy, config.max_deferrals, self._frontier)
         asking = make_queue(config.policy, config.max_deferrals, self._frontier)
         self.ledger = EmbeddingLedger(config.max_resident_embedding_tokens, asking)
@@ -113,12 +119,14 @@ class Scheduler:
 
     def _leave_room(self, seq: Sequence) -> None:
         self.room.leave(seq)
+        self._shared.forget(seq)
         if self._no_memory is not None and self._no_memory[0] is seq:
             self._no_memory = None
 
     def _stop_running(self, seq: Sequence) -> None:
         self._decoding.pop(seq, None)
         self._prefilling.pop(seq, None)
+        self._shared.stopped(seq)
         self.pool.release(seq.block_ids)
         seq.block_ids = []
         seq.identities = []
@@ -228,8 +236,10 @@ class Scheduler:
             if seq not in draft.rows:
                 continue
             self.register_full_blocks(seq)
+            self._shared.advanced(seq)
             if draft.rows[seq].samples:
                 del self._prefilling[seq]
+                self._shared.stopped(seq)
                 self._decoding[seq] = None
                 self.room.release_held(seq.request)
         num_tokens = self.config.max_step_tokens - draft.withheld - draft.tokens_left
@@ -254,7 +264,10 @@ class Scheduler:
     # --- admission ------------------------------------------------------------------------------------------
     def _admit_waiting(self, draft: StepDraft) -> None:
         set_aside: set[Sequence] = set()
-        while draft.tokens_left > 0 and self._free_slots and len(set_aside) <= MAX_SET_ASIDE:
+        num_behind = 0
+        while draft.tokens_left > 0 and self._free_slots:
+            if num_behind > MAX_BEHIND or len(set_aside) - num_behind > MAX_SET_ASIDE:
+                return
             seq = self.queue.peek(set_aside)
             if seq is None:
                 return
@@ -263,6 +276,9 @@ class Scheduler:
                     pass
                 case Outcome.NOT_IN_THIS_STEP:
                     set_aside.add(seq)
+                case Outcome.BEHIND:
+                    set_aside.add(seq)
+                    num_behind += 1
                 case Outcome.NO_MEMORY:
                     return  # nobody smaller passes it, or it might wait for ever
 
@@ -273,7 +289,11 @@ class Scheduler:
             refused, seen = self._no_memory
             if refused is seq and self.pool.num_free <= seen and (self._decoding or self._prefilling):
                 return Outcome.NO_MEMORY
+        if self._shared.still_behind(seq):
+            return Outcome.BEHIND
         start = self._starts.find(seq, draft.rows, draft.fresh)
+        if start.copy_from is None and self._shared.is_behind(seq, start.identities):
+            return Outcome.BEHIND
         request = seq.request
         span = request.media.span_at(start.position)
         if span is not None and request.claims.get(span.item_index) is None:
@@ -305,6 +325,7 @@ class Scheduler:
             draft.copies.append((start.copy_from, fresh[0]))
         self._leave_queue_for_slot(seq)
         seq.num_landed = start.position
+        self._shared.advanced(seq)
         draft.admissions.append(
             Admission(
                 slot=seq.slot,
@@ -378,7 +399,9 @@ class Scheduler:
         sequences = [seq for request in self.requests.values() for seq in request.sequences]
         if {s for s in sequences if s.state is State.RUNNING} != set(running):
             return "running sequences and their states differ"
-        return self.room.check_integrity(self.requests.values())
+        waiting = [seq for seq in sequences if seq.state is State.WAITING]
+        problem = self._shared.check_integrity(self._prefilling, waiting)
+        return problem or self.room.check_integrity(self.requests.values())
 
     def check_idle(self) -> str | None:
         """What must hold when there is no request: nothing is owned, claimed or queued."""

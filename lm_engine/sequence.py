@@ -13,7 +13,7 @@ import numpy as np
 
 from contracts.messages import FinishReason, Generate
 from lm_engine.media_layout import MediaLayout
-from lm_engine.prefix_cache import BlockContent
+from lm_engine.prefix_cache import BlockContent, Extras
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,14 +71,12 @@ class Sequence:
 
     def contents(self, first: int, last: int, block_size: int) -> Iterator[BlockContent]:
         """Contents of the blocks [first, last), all full."""
-        request = self.request
-        for index in range(first, last):
+        of_prompt = self.request.prompt_contents(block_size)
+        yield from of_prompt[first:last]
+        for index in range(max(first, len(of_prompt)), last):
             start = index * block_size
             tokens = array("I", self.token_ids[start : start + block_size]).tobytes()
-            extras = request.media.extras(start, start + block_size)
-            if index == 0:
-                extras = (request.cache_salt, request.lora_id, *extras)
-            yield BlockContent(tokens, extras)
+            yield BlockContent(tokens, self.request.extras(index, block_size))
 
     def needs_embeddings_before(self, end: int) -> bool:
         """Whether it still has to compute, as far as is known now, a position before `end`."""
@@ -119,12 +117,32 @@ class Request:
     cache_salt: str | None = None
     tenant: str = ""
 
+    _prompt_contents: list[BlockContent] = field(default_factory=list)
+
     def __post_init__(self) -> None:
         self.id = self.message.request_id
         self.num_prompt = len(self.message.prompt.token_ids)
         self.min_tokens = self.message.sampling.min_tokens
         self.cache_salt = self.message.cache_salt
         self.tenant = self.message.tenant
+
+    def extras(self, index: int, block_size: int) -> Extras:
+        start = index * block_size
+        extras = self.media.extras(start, start + block_size)
+        return extras if index else (self.cache_salt, self.lora_id, *extras)
+
+    def prompt_contents(self, block_size: int) -> list[BlockContent]:
+        """Of the blocks that the prompt fills: made once, since it is looked up more than once. Not to be
+        written to; every call has the same block size."""
+        num_blocks = self.num_prompt // block_size
+        if len(self._prompt_contents) < num_blocks:
+            size = block_size * array("I").itemsize
+            tokens = array("I", self.message.prompt.token_ids).tobytes()
+            self._prompt_contents = [
+                BlockContent(tokens[i * size : (i + 1) * size], self.extras(i, block_size))
+                for i in range(num_blocks)
+            ]
+        return self._prompt_contents
 
     @property
     def held(self) -> list[Sequence]:

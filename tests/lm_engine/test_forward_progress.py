@@ -31,6 +31,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         policy=rng.choice(["fcfs", "priority", "fair", "cache_aware"]),
         prefix_cache=rng.random() < 0.8,
         atomic_spans=rng.random() < 0.3,
+        min_shared_tokens=rng.choice([None, 1, 8]),
     )
 
 

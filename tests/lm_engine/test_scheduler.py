@@ -321,6 +321,50 @@ def test_blocks_filled_in_a_step_are_hit_from_the_next_step_on():
     assert second.num_cached_tokens == 0
 
 
+def test_of_equal_beginnings_one_is_computed_for_all():
+    same = [*range(1, 13), *range(1, 13)]
+    prompts = prompt_of(same, [1]), prompt_of(same, [2]), prompt_of(same[:8], [3] * 16), prompt_of([4] * 9)
+    scheduler, (first, second, third, _) = scheduler_of(*prompts, min_shared_tokens=8, long_prefill_cap=12)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [
+        (0, 12),
+        (0, 9),
+    ]  # the others wait for the first; the last has nothing to do with it
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(9, 1), (12, 12), (8, 12)]  # the third shares no more than the first has computed
+    assert third.num_cached_tokens == 8
+    step, _ = scheduler.plan()
+    assert chunks(step)[1:] == [(24, 1), (20, 4), (24, 1)]
+    assert second.num_cached_tokens == 24
+    assert second.sequences[0].block_ids[:6] == first.sequences[0].block_ids[:6]
+    assert scheduler.check_integrity() is None
+
+
+def test_who_waited_for_a_prefill_that_ends_computes_for_itself_and_for_others():
+    prompts = [prompt_of([5] * 30, [index]) for index in range(3)]
+    scheduler, (first, second, third) = scheduler_of(*prompts, min_shared_tokens=8, long_prefill_cap=6)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(0, 6)]
+    scheduler.remove(first)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(4, 6)]
+    assert [seq.request for seq in step.sequences] == [second]
+    scheduler.remove(third)
+    assert scheduler.check_integrity() is None
+
+
+@pytest.mark.parametrize(("salts", "least"), [(("a", "b"), 8), ((None, None), 24), ((None, None), None)])
+def test_nobody_waits_for_what_it_cannot_share_or_for_little(salts, least):
+    config = config_of(min_shared_tokens=least)
+    scheduler, intake = Scheduler(config), Intake(config, mrope, Clock())
+    for name, salt in zip("ab", salts, strict=True):
+        prompt = prompt_of([5] * 14, [len(scheduler.requests)])
+        message = Generate(request_id=name, prompt=prompt, sampling=greedy(), cache_salt=salt)
+        scheduler.add(intake.make_request(message))
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(0, 15), (0, 15)]
+
+
 def test_samples_fork_from_the_first_finished_prefill():
     prompt = prompt_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     scheduler, (request,) = scheduler_of(prompt, sampling=drawn(n=3))
