@@ -19,8 +19,9 @@ class EngineConfig:
     `mixed_step_tokens`: of a step in which sequences decode, whose next tokens wait for all of it. None: as
     any other step. `aging_s`: waiting that long is worth one level of priority (policy "priority").
     `max_deferrals`: times a request may be overtaken (policy "cache_aware").
-    `min_shared_tokens`: a request waits for a prefill under way that computes so many tokens for both of them;
-    None: it computes them, too. `spoken_hidden`: whose kept hidden states a talker takes: the prompt's media, or all of the prompt and of
+    `min_shared_tokens`: a request waits for a prefill under way that computes so many tokens for both; None:
+    it computes them, too. `min_early_tokens`: of a prompt whose next item is missing; fewer wait for it.
+    `spoken_hidden`: whose kept hidden states a talker takes: the prompt's media, or all of the prompt and of
     the answer. None: there is no talker.
     """
 
@@ -42,6 +43,7 @@ class EngineConfig:
     aging_s: float = 10.0
     max_deferrals: int = 8
     min_shared_tokens: int | None = 256
+    min_early_tokens: int = 256
     prefix_cache: bool = True
     atomic_spans: bool = False
     max_item_tokens: int | None = None
@@ -59,6 +61,7 @@ class EngineConfig:
             "max_resident_embedding_tokens": self.max_resident_embedding_tokens,
             "max_waiting_requests": self.max_waiting_requests,
             "max_waiting_tokens": self.max_waiting_tokens,
+            "min_early_tokens": self.min_early_tokens,
         }
         for name, value in bounds.items():
             if value < 1:

@@ -76,7 +76,7 @@ class Scheduler:
         self.queue = make_queue(config.policy, config.max_deferrals, self._frontier)
         asking = make_queue(config.policy, config.max_deferrals, self._frontier)
         self.ledger = EmbeddingLedger(config.max_resident_embedding_tokens, asking)
-        self.room = WaitingRoom(self.queue, self.ledger)
+        self.room = WaitingRoom(self.queue, self.ledger, config.min_early_tokens)
         self._decoding: dict[Sequence, None] = {}  # one token behind; in order of their last admission
         self._prefilling: dict[Sequence, None] = {}
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
@@ -295,9 +295,9 @@ class Scheduler:
         if start.copy_from is None and self._shared.is_behind(seq, start.identities):
             return Outcome.BEHIND
         request = seq.request
-        span = request.media.span_at(start.position)
-        if span is not None and request.claims.get(span.item_index) is None:
-            self.room.park(seq, span.item_index)
+        missing = self.room.missing_item(request, start.position)
+        if missing is not None:
+            self.room.park(seq, missing)
             return Outcome.PARKED
         end = chunk_end(seq, start.position, draft, self.config)
         if end == start.position:

@@ -14,7 +14,7 @@ class SharedPrefills:
     """The running prefills by their next block. A waiting sequence whose first missing block is one of these
     would compute it, and what the two share behind it, once more; its turn comes when they part.
 
-    It waits for nobody but a running prefill, which waits for nobody, and of which it needs no more than it would
+    It waits for nobody but a running prefill, which waits for nobody, and needs no more of it than it would
     compute itself: all ends when the prefill has passed what they share, or stops running.
     """
 
@@ -60,7 +60,7 @@ class SharedPrefills:
         return False
 
     def is_behind(self, seq: Sequence, identities: list[int]) -> bool:
-        """Whether a waiting sequence whose blocks with these identities are cached should wait for another."""
+        """Whether a waiting sequence, of which these blocks are cached, should wait for another."""
         if self._min_blocks is None:
             return False
         done = len(identities)

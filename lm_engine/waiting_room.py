@@ -13,7 +13,8 @@ from lm_engine.sequence import Request, Sequence, State
 class WaitingRoom:
     """A request waits while none of its samples runs; `num_requests` and `num_tokens` count such ones."""
 
-    def __init__(self, queue: WaitingQueue, ledger: EmbeddingLedger) -> None:
+    def __init__(self, queue: WaitingQueue, ledger: EmbeddingLedger, min_early_tokens: int = 1) -> None:
+        self._min_early_tokens = min_early_tokens
         self.queue = queue
         self.ledger = ledger
         self.num_requests = 0
@@ -26,8 +27,17 @@ class WaitingRoom:
         if seq.request.media.end:
             self.ledger.enqueue(seq)
 
+    def missing_item(self, request: Request, position: int) -> int | None:
+        """The item before which nothing worth a step can be computed from `position` on. Little text before
+        a picture would be a step more, and its request would begin before another's KV of the picture is
+        there to be found."""
+        span = next(request.media.spans_in(position, position + self._min_early_tokens), None)
+        if span is None or request.claims.get(span.item_index) is not None:
+            return None
+        return span.item_index
+
     def park(self, seq: Sequence, missing_item: int) -> None:
-        """It can compute nothing before this item arrives. In time it will ask for it, if it has not."""
+        """It does not begin before this item arrives. In time it will ask for it, if it has not."""
         seq.parked = True
         self.queue.discard(seq)
         if missing_item not in seq.request.claims:
@@ -48,8 +58,7 @@ class WaitingRoom:
         returned = False
         for seq in settled:
             assert seq.need_from is not None, "claims start at the frontier"
-            span = seq.request.media.span_at(seq.need_from)
-            if seq.parked and (span is None or seq.request.claims.get(span.item_index) is not None):
+            if seq.parked and self.missing_item(seq.request, seq.need_from) is None:
                 self.unpark(seq.request)
                 returned = True
         return asks, returned

@@ -91,6 +91,7 @@ def config_of(**changes: object) -> EngineConfig:
         "max_step_visual_tokens": 16,
         "long_prefill_cap": 24,
         "max_resident_embedding_tokens": 64,
+        "min_early_tokens": 1,
         "embedding_width": WIDTH,
         "overlap": False,
     }

@@ -32,6 +32,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         prefix_cache=rng.random() < 0.8,
         atomic_spans=rng.random() < 0.3,
         min_shared_tokens=rng.choice([None, 1, 8]),
+        min_early_tokens=rng.choice([1, 3, 20]),
     )
 
 

@@ -211,6 +211,22 @@ def test_a_request_that_starts_with_a_missing_item_is_passed_over():
     assert first.sequences[0].parked
 
 
+def test_little_text_before_a_missing_item_waits_for_it():
+    prompts = [prompt_of([1] * 5, Image("a", 8), [2] * text) for text in (1, 2)]
+    early = prompt_of([3] * 6, Image("b", 2), [4])
+    scheduler, (first, second, _) = scheduler_of(*prompts, early, min_early_tokens=6, min_shared_tokens=8)
+    step, asks = scheduler.plan()
+    assert chunks(step) == [(0, 6)]
+    assert [ask.item_indices for ask in asks] == [(0,)] * 3
+    give(scheduler, second, 0)
+    give(scheduler, first, 0)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(0, 14)]
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(14, 1), (12, 3)]
+    assert second.num_cached_tokens == 12  # of the picture too, which both had asked for
+
+
 def test_visual_budget_leaves_decodes_alone():
     images = [Image(f"i{k}", 10) for k in range(12)]
     scheduler, (text, many) = scheduler_of(
