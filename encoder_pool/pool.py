@@ -76,6 +76,10 @@ class EncoderPool:
         self._queued_s = 0.0
         self._encode_next = False
 
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
     # --- what the shell calls -----------------------------------------------------------------------------
     def add(self, message: Encode, features: Tensor | None) -> None:
         """Takes one item. Every outcome, also of a cache hit or a refusal, comes from `step`."""

@@ -5,8 +5,9 @@ Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, S sam
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from contracts.messages import TokenLogprobs
 from lm_engine.alignment import first_positions, smoothed
-from lm_engine.devices import device_thread
+from lm_engine.devices import device_thread, enter_device
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
 from lm_engine.logits_rule import LogitsRule
@@ -34,6 +35,7 @@ from lm_engine.plan import (
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler
 from lm_engine.sampler import Logprobs, Sampled
+from lm_engine.transfer import moved, stream_entry
 
 
 class Completion(Protocol):
@@ -60,7 +62,7 @@ class Runner:
 
     `submit` never blocks. Steps run in the order of submission, each on what the one before left on the
     device, so a plan may be submitted before the previous result is known. A step that raises fails its own
-    future; the next one runs. Embeddings of span pieces must be ready in the device's current stream.
+    future; the next one runs. Embeddings of span pieces must be ready in the device's default stream.
     """
 
     def __init__(
@@ -73,8 +75,12 @@ class Runner:
         max_length: int,
         cuda_graphs: bool = True,
         rule: LogitsRule | None = None,
+        own_stream: bool = False,
     ) -> None:
-        """`cuda_graphs`: decode steps and small mixed ones are captured on first use and replayed, where
+        """`own_stream`: of high priority, so that an encoder on the same GPU gives way to every step; for a
+        model whose hidden states nobody takes, who would look for them in the default stream.
+
+        `cuda_graphs`: decode steps and small mixed ones are captured on first use and replayed, where
         device and attention allow; native kernels are given whole decode steps. `rule`: what the model's
         family forbids as the next token."""
         self.model = model
@@ -97,7 +103,9 @@ class Runner:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
             self._passes = make_passes(model, attention, kv, self.table)
             self._decodes = make_decodes(model, attention, kv, self.table)
-        self._launcher = device_thread(model.device, "runner-launch")
+        assert not own_stream or kv.hidden is None, "hidden states are handed over in the default stream"
+        enter = stream_entry(model.device) if own_stream else partial(enter_device, model.device)
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch", initializer=enter)
         self._collector = device_thread(model.device, "runner-collect")
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -235,7 +243,7 @@ class Runner:
             rows_LW = piece.embeddings[piece.source_start : piece.source_start + piece.length]
             assert len(rows_LW) == piece.length, "embeddings of too few rows"
             assert rows_LW.shape[1] in (width, (1 + levels) * width), "embeddings of the wrong width"
-            rows_LW = rows_LW.to(device=hidden_TH.device, dtype=hidden_TH.dtype, non_blocking=True)
+            rows_LW = moved(rows_LW, hidden_TH.device).to(hidden_TH.dtype)
             hidden_TH[first : first + piece.length] = rows_LW[:, :width]
             if deepstack_KTH is not None and rows_LW.shape[1] > width:
                 levels_LKH = rows_LW[:, width:].reshape(piece.length, levels, width)

@@ -31,12 +31,11 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def stream_entry(device: torch.device) -> Callable[[], None]:
-    """What a thread calls first to have a stream of its own, of high priority, on a GPU: other streams'
-    kernels
-    run beside its kernels. Weights and tables made until now are complete."""
+def stream_entry(device: torch.device, priority: int = -1) -> Callable[[], None]:
+    """What a thread calls first to have a stream of its own on a GPU, of high priority (-1) or none (0):
+    other streams' kernels run beside its kernels. Weights and tables made until now are complete."""
     if device.type != "cuda":
         return lambda: None
     synchronize(device)
-    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
     return lambda: torch.cuda.set_stream(stream)

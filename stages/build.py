@@ -34,6 +34,7 @@ from lm_engine.ranks import FollowingRunner, LeadingRunner
 from lm_engine.runner import Runner
 from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.runner import TalkerRunner
+from lm_engine.transfer import stream_entry
 from model_families.family import Family
 from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, stage_of, step_bounds
 from stages.memory_plan import MIB, StagePlan, host_bytes
@@ -79,6 +80,9 @@ def build_encoder_pool(
     enter_device(device)
     with _alone_on(plan), _loading(plan, tell):
         model = family.load_encoder(stage_of(plan.stage), device, plan.dtype)
+    stream_entry(
+        device, priority=0
+    )()  # of this thread, which runs the stage: steps of others do not wait for it
     cache = CacheConfig(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),
@@ -109,7 +113,15 @@ def build_lm_engine(
     rows, rule = step_bounds(config).max_sequences, family.logits_rule(device)
     runner: Runner
     if ranks is None or parallel is None:
-        runner = Runner(model, model.attention, kv, max_sequences=rows, max_length=context_length, rule=rule)
+        runner = Runner(
+            model,
+            model.attention,
+            kv,
+            max_sequences=rows,
+            max_length=context_length,
+            rule=rule,
+            own_stream=kv.hidden is None,
+        )
     else:
         followers = ranks.followers
         runner = LeadingRunner(
@@ -250,6 +262,8 @@ def _kv_capacity(
             block_size=config.block_size,
             kv_dtype=config.kv_dtype,
         )
+    if plan.device != "cpu":
+        release_unused()  # what the step has left is of the default stream, and steps run on another
     if plan.limit is not None or plan.device != "cpu":
         return measured
     # A host without a stated limit is shared with everything else: no more than requests are likely to use.

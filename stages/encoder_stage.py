@@ -3,6 +3,7 @@ embeddings out."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from stages.lm_stage import EMBEDDINGS
 from stages.shell import StepResultBatch
 
 FeatureReader = Callable[[FeatureRef], np.ndarray]
+Wait = Callable[[], None]
 
 
 def tensor_over(array: np.ndarray) -> Tensor:
@@ -41,14 +43,35 @@ def no_arena(ref: FeatureRef) -> np.ndarray:
     raise AssertionError(f"features at {ref.offset} of {ref.arena} did not come with their message")
 
 
+def launched(device: torch.device) -> Wait | None:
+    """Waits for what this thread has launched until now; None: it is done."""
+    if device.type != "cuda":
+        return None
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    wait: Wait = done.synchronize
+    return wait
+
+
 class EncoderStage:
     """`build` loads the tower and returns the pool with its capacity line; `read` maps shared features, no
-    copy."""
+    copy.
 
-    def __init__(self, name: str, build: Callable[[], tuple[EncoderPool, str]], read: FeatureReader) -> None:
+    Embeddings are handed over when they are there. Were they still being computed, a step of the language
+    model that takes them would wait for the tower on the GPU, and every sequence of that step with it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[], tuple[EncoderPool, str]],
+        read: FeatureReader,
+        launched: Callable[[torch.device], Wait | None] = launched,
+    ) -> None:
         self._name = name
         self._build = build
         self._read = read
+        self._launched = launched
         self._pool: EncoderPool | None = None
 
     @property
@@ -83,7 +106,12 @@ class EncoderStage:
 
     async def step(self) -> StepResultBatch:
         batch = StepResultBatch()
-        for outcome in self.pool.step():
+        outcomes = self.pool.step()
+        if any(isinstance(outcome, Embedded) for outcome in outcomes):
+            wait = self._launched(self.pool.device)
+            if wait is not None:
+                await asyncio.to_thread(wait)
+        for outcome in outcomes:
             if isinstance(outcome, Embedded):
                 tensors = {EMBEDDINGS: outcome.embeddings}
                 chunk = Chunk(outcome.request_id, str(outcome.item_index), 0, True, tensors)

@@ -65,6 +65,28 @@ def test_the_devices_draw_the_same_tokens():
                 assert abs(ours.logprobs.chosen - theirs.logprobs.chosen) < 1e-4
 
 
+def test_a_stream_of_its_own_draws_the_same_tokens_from_embeddings_of_another():
+    drawn = []
+    for own_stream in (False, True):
+        encoder = torch.cuda.Stream()
+        with Host(tiny_decoder(device="cuda"), own_stream=own_stream) as host:
+            admit_all(host)
+            host.admit(7, prompt(12, 9))
+            futures = [host.submit(*plan) for plan in plans()]
+            with torch.cuda.stream(encoder):
+                embeddings = torch.linspace(-1, 1, 8 * 24, device="cuda").reshape(8, 24)
+            encoder.synchronize()
+            futures.append(host.submit((7, 12), pieces=(SpanPiece(7, 2, 8, embeddings, 0),)))
+            del embeddings
+            with torch.cuda.stream(encoder):
+                torch.full(
+                    (8, 24), torch.nan, device="cuda"
+                )  # would take the memory, if it were free already
+            futures.append(host.submit((7, 1)))
+            drawn.append([[s.token_id for s in future.result(TIMEOUT_S).sampled] for future in futures])
+    assert drawn[0] == drawn[1]
+
+
 def test_noise_is_the_same_on_both():
     seeds, positions = torch.tensor([0, -1, 2**62]), torch.tensor([0, 5, 10**6])
     ids = torch.arange(100_000)[None]

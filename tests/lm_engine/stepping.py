@@ -73,6 +73,7 @@ class Host:
         max_length=128,
         cuda_graphs=True,
         kv_dtype="auto",
+        own_stream=False,
     ) -> None:
         config = decoder.config
         self.model = Recorder(decoder)
@@ -84,6 +85,7 @@ class Host:
             max_sequences=max_sequences,
             max_length=max_length,
             cuda_graphs=cuda_graphs,
+            own_stream=own_stream,
         )
         self.free = list(range(1, num_blocks))
         random.Random(3).shuffle(self.free)
