@@ -37,8 +37,9 @@ def fused_snake(x_BCT: Tensor, frequency_C1: Tensor, gain_C1: Tensor) -> Tensor:
 
 
 def takes(x_BCT: Tensor) -> bool:
-    """Whether the kernels run for it."""
-    return x_BCT.device.type == "cuda" and _has_triton()
+    """Whether the kernels run for it. They have no gradient: what is trained goes without them."""
+    learns = torch.is_grad_enabled() and x_BCT.requires_grad
+    return x_BCT.device.type == "cuda" and not learns and _has_triton()
 
 
 def depthwise_conv(x_BCT: Tensor, weight_C1K: Tensor, bias_C: Tensor, dilation: int) -> Tensor:

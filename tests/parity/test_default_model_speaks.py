@@ -1,5 +1,5 @@
-"""The default model reads texts aloud: of a likely length, without end or silence never, the same each
-time."""
+"""The default model reads texts aloud: of a likely length, never without end, never silent, the same
+each time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from model_families.default_model.shipped import SPEAKING
 from model_families.omnistage_nano.speech import SAMPLING
@@ -52,4 +53,5 @@ def test_a_text_is_read_in_the_time_that_it_takes(served: Served, text: str) -> 
         assert answer.audio_finish == "stop"
         assert least_s < len(answer.samples) / RATE < most_s
         assert answer.samples.square().mean().sqrt() > 0.01
-    assert answers[0].pcm == answers[1].pcm
+    first, second = (answer.samples for answer in answers)
+    torch.testing.assert_close(first, second, atol=1e-4, rtol=0)  # of other batches, rounded otherwise

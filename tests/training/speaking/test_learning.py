@@ -28,6 +28,7 @@ from training.speaking.train_decoder import NAME as DECODER
 from training.speaking.train_decoder import Learning, open_decoder, train_decoder
 from training.speaking.train_talker import Examples, disturb, losses, open_talker
 from training.speaking.weights import load_parts
+from vocoder import kernels
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -224,3 +225,15 @@ def test_silence_teaches_no_more_than_speech():
         found[name] = loss.item(), made.grad.norm().item()
     assert found["silence"][0] < 2 * found["speech"][0]
     assert found["silence"][1] < 4 * found["speech"][1]
+
+
+def test_what_is_trained_goes_without_the_server_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no gradient: on a GPU the first step of training ended with them."""
+    monkeypatch.setattr(kernels, "_has_triton", lambda: True)
+    with FakeTensorMode():
+        x_BCT = torch.empty(1, 2, 3, device="cuda")
+        assert kernels.takes(x_BCT)
+        x_BCT.requires_grad_()
+        assert not kernels.takes(x_BCT)
+        with torch.inference_mode():
+            assert kernels.takes(x_BCT)
