@@ -38,9 +38,10 @@ from benchmarks.text_table import number, render
 from benchmarks.wire.clock import Clock, MonotonicClock
 from benchmarks.wire.connection import HttpPool
 from benchmarks.wire.loop import run
-from benchmarks.wire.server import ServerInfo, describe
+from benchmarks.wire.server import ServerInfo, describe, own_voice
 
 SCHEMA = "omnistage.bench.speech/1"
+USUAL_VOICE = "alloy"
 
 
 class SpeechOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +49,7 @@ class SpeechOptions(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     concurrency: int
     words: int
-    voice: str
+    voice: str  # of a report; "" asks for the server's own
     sample_rate: int
     seed: int
 
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=16, metavar="N")
     parser.add_argument("--concurrency", type=int, default=1, metavar="N")
     parser.add_argument("--words", type=int, default=40, metavar="N", help="of each text or question")
-    parser.add_argument("--voice", default="alloy")
+    parser.add_argument("--voice", default="", help=f"default: the server's own, else {USUAL_VOICE}")
     parser.add_argument("--sample-rate", type=int, default=24_000, metavar="HZ", help="of the server's PCM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -137,6 +138,8 @@ async def _measure(
     pool = HttpPool(url, clock, api_key=args.api_key)
     try:
         server = await describe(pool, model)
+        if not options.voice:
+            options = msgspec.structs.replace(options, voice=await own_voice(pool, USUAL_VOICE))
         bodies = [body_of(options, server.model, args.extra_body, i) for i in range(-1, options.requests)]
         warm_up = await listen(pool, options.kind, bodies[0], args.timeout)  # is not counted
         if warm_up.failure is not None:

@@ -52,6 +52,10 @@ class _Version(msgspec.Struct):
     version: str | None = None
 
 
+class _Voices(msgspec.Struct):
+    default: str | None = None
+
+
 async def describe(pool: HttpPool, model: str | None) -> ServerInfo:
     """`model` wins over the first one listed; None stays None where the server lists none."""
     if model is None:
@@ -59,6 +63,12 @@ async def describe(pool: HttpPool, model: str | None) -> ServerInfo:
         model = models.data[0].id if models is not None and models.data else None
     version = _decode(await pool.get("/version"), _Version)
     return ServerInfo(pool.url, model, version.version if version is not None else None)
+
+
+async def own_voice(pool: HttpPool, otherwise: str) -> str:
+    """What `/v1/audio/voices` calls the default, where the server has that route."""
+    voices = _decode(await pool.get("/v1/audio/voices"), _Voices)
+    return otherwise if voices is None or voices.default is None else voices.default
 
 
 async def cache_counts(pool: HttpPool) -> CacheCounts:

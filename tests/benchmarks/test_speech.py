@@ -75,7 +75,7 @@ def bench(service: SpeakingService, tmp_path: Path, *arguments: str) -> tuple[in
 
     async def run() -> int:
         async with running(service) as server:
-            argv = ["--url", server.url, "--requests", "4", "--words", "6", "--voice", "Ethan"]
+            argv = ["--url", server.url, "--requests", "4", "--words", "6"]
             argv += ["--sample-rate", str(SAMPLE_RATE), "--json", str(result), *arguments]
             return await asyncio.to_thread(main, argv)
 
@@ -83,13 +83,14 @@ def bench(service: SpeakingService, tmp_path: Path, *arguments: str) -> tuple[in
     return code, msgspec.json.decode(result.read_bytes(), type=SpeechReport)
 
 
-@pytest.mark.parametrize("arguments", [(), ("--chat", "--concurrency", "2")])
+@pytest.mark.parametrize("arguments", [(), ("--chat", "--concurrency", "2", "--voice", "Ethan")])
 def test_a_server_is_measured(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     service = SpeakingService()
     code, report = bench(service, tmp_path, *arguments)
     assert code == 0
     assert report.failures == {}
     assert report.silent == 0
+    assert report.options.voice == ("Ethan" if "--voice" in arguments else "Chelsie")
     assert report.first_audible_ms is not None
     assert report.first_audible_ms.count == 4
     assert report.audio_s > 0
