@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -14,7 +15,11 @@ T = TypeVar("T")
 
 class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
-        self._pool = GraphPool(device)
+        self._device = device
+
+    @cached_property
+    def _pool(self) -> GraphPool:
+        return GraphPool(self._device)
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """The graph, and where its result lies. Runs twice: what is new is compiled first, which a capture

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lm_engine.gpu_target import stands_for_gpu
 from lm_engine.layers.kernels import (
     DecoderLayer,
     ExpertWeights,
@@ -66,7 +67,8 @@ class DecoderStack:
         self.activation_dtype = kernels.activation_dtype(source.dtype)
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = RotaryEmbedding(config.rope, self.device)
-        self.layers = [_load_layer(config, source, kernels, index) for index in range(config.num_layers)]
+        indices = _first_of_each_kind(config) if stands_for_gpu(self.device) else range(config.num_layers)
+        self.layers = [_load_layer(config, source, kernels, index) for index in indices]
         self._fused = kernels.fused_pass if parallel is None else None  # it knows of no sums
         if parallel is not None:
             self.layers = [with_sums(layer, parallel) for layer in self.layers]
@@ -177,6 +179,13 @@ class Decoder(DecoderStack):
 def _keep(hidden_TH: Tensor, kv: PagedKV, metadata: AttentionMetadata) -> None:
     assert kv.hidden is not None, "the cache has no room for hidden states"
     kv.hidden.flatten(0, 1).index_copy_(0, metadata.slot_mapping, hidden_TH.to(kv.hidden.dtype))
+
+
+def _first_of_each_kind(config: DecoderConfig) -> list[int]:
+    """Layers differ in nothing but being sparse or not."""
+    moe = config.moe
+    sparse = [moe is not None and moe.is_sparse(index) for index in range(config.num_layers)]
+    return [sparse.index(kind) for kind in sorted(set(sparse))]
 
 
 def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, index: int) -> DecoderLayer:

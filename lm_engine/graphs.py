@@ -127,21 +127,22 @@ class CapturedDecodes:
         return captured.logits_RV[:num_rows], Sampled(token_R, valid_R, None)
 
     def compile_all(self) -> None:
-        compile_ahead(self._compile, self._missing(), self._table.device)
+        compile_ahead(self.run_once, self.missing(), self._table.device)
 
     def capture_all(self) -> int:
         with torch.inference_mode():
-            for size in self._missing():
+            for size in self.missing():
                 self._capture(size)
         return len(self._captured)
 
-    def _missing(self) -> list[int]:
+    def missing(self) -> list[int]:
+        """Batches that are not captured yet, the largest first."""
         sizes = {bucket(num_rows, self.max_rows) for num_rows in range(1, self.max_rows + 1)}
         return sorted(sizes - self._captured.keys(), reverse=True)
 
     @torch.inference_mode()
-    def _compile(self, size: int) -> None:
-        """Runs the step once, on the same stream as all others: compiling is what threads share out."""
+    def run_once(self, size: int) -> None:
+        """The step of padding alone, on the current stream."""
         from lm_engine.triton.step import DecodeBuffers
 
         self._run(DecodeBuffers.allocate(size, self._table))

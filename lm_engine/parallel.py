@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, cast
@@ -63,6 +63,25 @@ class TensorParallel(Protocol):
         """Within it this rank adds nothing up: for steps whose results nobody wants. From one thread; the
         steps may run on any."""
         ...
+
+
+class OneRank:
+    """Rank 0 of so many, without the others: sums are its own parts. For what a rank launches."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def add_up(self, part: Tensor) -> Tensor:
+        return part
+
+    def share(self, tensor: Tensor) -> None:
+        pass
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _Work(Protocol):

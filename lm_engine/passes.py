@@ -133,18 +133,18 @@ class PaddedPasses:
         self._model, self._attention, self._kv = model, attention, kv
         probe_1H = model.embed(torch.zeros(1, dtype=torch.int64, device=table.device))
         width = probe_1H.shape[-1]
-        self._sizes = [size for size in TOKEN_SIZES if size <= max_tokens]
-        self._inputs = PaddedInputs(model, table, self._sizes[-1], width, probe_1H.dtype)
+        self.sizes = [size for size in TOKEN_SIZES if size <= max_tokens]
+        self._inputs = PaddedInputs(model, table, self.sizes[-1], width, probe_1H.dtype)
 
     def takes(self, num_tokens: int, deepstack_KTH: Tensor | None) -> bool:
-        return deepstack_KTH is None and num_tokens <= self._sizes[-1]
+        return deepstack_KTH is None and num_tokens <= self.sizes[-1]
 
     def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_tokens = hidden_TH.shape[0]
-        size = next(size for size in self._sizes if size >= num_tokens)
+        size = next(size for size in self.sizes if size >= num_tokens)
         self._prepare(size)
         self._inputs.write(hidden_TH, positions_AT, metadata, size)
-        return self._forward(size)[:num_tokens]
+        return self.forward(size)[:num_tokens]
 
     def capture_all(self) -> int:
         return 0
@@ -152,7 +152,8 @@ class PaddedPasses:
     def _prepare(self, size: int) -> None:
         """Called before the inputs of a step of `size` are written."""
 
-    def _forward(self, size: int) -> Tensor:
+    def forward(self, size: int) -> Tensor:
+        """Of what `run` has written, padded to `size`, which must be one of `sizes`."""
         inputs = self._inputs
         return self._model.forward(
             inputs.hidden_TH[:size],
@@ -182,7 +183,7 @@ class CapturedPasses(PaddedPasses):
 
     def capture_all(self) -> int:
         with torch.inference_mode():
-            for size in sorted(set(self._sizes) - self._captured.keys(), reverse=True):
+            for size in sorted(set(self.sizes) - self._captured.keys(), reverse=True):
                 self._prepare(size)
         return len(self._captured)
 
@@ -191,9 +192,9 @@ class CapturedPasses(PaddedPasses):
         written, and with none."""
         if size not in self._captured:
             self._inputs.clear()
-            self._captured[size] = self._record(lambda: super(CapturedPasses, self)._forward(size))
+            self._captured[size] = self._record(lambda: super(CapturedPasses, self).forward(size))
 
-    def _forward(self, size: int) -> Tensor:
+    def forward(self, size: int) -> Tensor:
         replay, hidden_TH = self._captured[size]
         replay()
         return hidden_TH

@@ -112,14 +112,17 @@ class Runner:
         launched = self._launcher.submit(self._launch, plan)
         return self._collector.submit(lambda: collect(launched.result()))
 
-    def capture_graphs(self) -> int:
-        """Captures all graphs now rather than on first use; returns their number. Blocks for seconds."""
+    def capture_graphs(self, *, compiled: bool = False) -> int:
+        """Captures all graphs now rather than on first use; returns their number. Blocks for seconds.
+        `compiled`: their kernels are in Triton's cache, so that threads would only get into each other's
+        way."""
         graphs, passes = self._graphs, self._passes
         if graphs is None or passes is None:
             return 0
 
         def capture() -> int:
-            self._compile(graphs)
+            if not compiled:
+                self._compile(graphs)
             return graphs.capture_all() + passes.capture_all()
 
         return self._launcher.submit(capture).result()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,12 +47,19 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+Compiled = Callable[[], bool]  # blocks while kernels are compiled ahead; whether all of them were
 # A step is measured by what its process holds of the GPU, so no other stage may load meanwhile.
 _gpu_memory = threading.Lock()
 
 
 def _alone_on(plan: StagePlan) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if plan.device == "cpu" else _gpu_memory
+
+
+def _wait_for(compiled: Compiled | None, plan: StagePlan, tell: Tell) -> None:
+    if compiled is not None:
+        with start_step(plan, "waiting for kernels to be compiled", tell):
+            compiled()
 
 
 def _loading(plan: StagePlan, tell: Tell) -> contextlib.AbstractContextManager[None]:
@@ -104,12 +111,14 @@ def build_lm_engine(
     context_length: int,
     ranks: RankProcesses | None = None,
     tell: Tell = untold,
+    compiled: Compiled | None = None,
 ) -> tuple[LMEngine, str]:
-    """`ranks`: the other ranks of a tensor-parallel stage, started; this is rank 0."""
+    """`ranks`: the other ranks of a tensor-parallel stage, started; this is rank 0. `compiled`: waits for
+    kernels that are being compiled meanwhile."""
     device = torch.device(plan.device)
     enter_device(device)
     parallel = None if ranks is None else ranks.join(device)
-    model, kv, capacity = _load(family, config, plan, context_length, parallel, tell)
+    model, kv, capacity = _load(family, config, plan, context_length, parallel, tell, compiled)
     rows, rule = step_bounds(config).max_sequences, family.logits_rule(device)
     runner: Runner
     if ranks is None or parallel is None:
@@ -128,7 +137,8 @@ def build_lm_engine(
             model, kv, parallel, followers, max_sequences=rows, max_length=context_length, rule=rule
         )
     with _capturing(plan, "decode", tell):
-        num_graphs = runner.capture_graphs()  # rank by rank the same, see `build_following_runner`
+        # Rank by rank the same, see `build_following_runner`.
+        num_graphs = runner.capture_graphs(compiled=compiled is not None and compiled())
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
     )
@@ -168,6 +178,7 @@ def _load(
     context_length: int,
     parallel: TensorParallel | None,
     tell: Tell,
+    compiled: Compiled | None = None,
 ) -> tuple[DecoderModel, PagedKV, KVCapacity]:
     """All ranks measure together, and take what the smallest of them has room for."""
     device = torch.device(plan.device)
@@ -175,6 +186,7 @@ def _load(
         with _loading(plan, tell):
             model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
         check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
+        _wait_for(compiled, plan, tell)
         capacity = _kv_capacity(model, config, plan, context_length, tell)
         if parallel is not None:
             capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
@@ -185,7 +197,12 @@ def _load(
 
 
 def build_talker(
-    family: Family, config: LMConfig, plan: StagePlan, context_length: int, tell: Tell = untold
+    family: Family,
+    config: LMConfig,
+    plan: StagePlan,
+    context_length: int,
+    tell: Tell = untold,
+    compiled: Compiled | None = None,
 ) -> tuple[TalkerEngine, str]:
     """The KV cache takes what the plan gives it: a talker's steps are small beside it."""
     device = torch.device(plan.device)
@@ -205,8 +222,9 @@ def build_talker(
         kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device, config.kv_dtype)
     max_sequences = step_bounds(config).max_sequences
     runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
+    _wait_for(compiled, plan, tell)
     with _capturing(plan, "frame", tell):
-        num_graphs = runner.capture_graphs()
+        num_graphs = runner.capture_graphs(compiled=compiled is not None and compiled())
     engine = TalkerEngine(_bounds_of(config, plan, capacity, context_length, ()), model, runner)
     graphs = f", {num_graphs} frame graphs" if num_graphs else ""
     return engine, f"{_placement(plan)}, {model.attention.name} attention{graphs}; {capacity}"

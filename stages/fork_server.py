@@ -17,12 +17,14 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import msgspec
 import torch
 
 from stages import worker_main
 from stages.control import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkRequest
+from stages.options import GPU_CONTROL
 from stages.prctl import die_with, set_process_name
 from stages.worker_processes import FRONT_SIGNALS
 
@@ -37,6 +39,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONT_SIGNALS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s workers: %(message)s")
+    if GPU_CONTROL.exists() and find_spec("triton") is not None:
+        import lm_engine.triton.ahead  # what workers on GPUs need beside  # noqa: F401
     assert threading.active_count() == 1
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     assert not uses_cuda, "a fork of a process that uses CUDA cannot use it"

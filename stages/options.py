@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from lm_engine.gpu_target import GpuTarget
+
 # Between two kernels the runner's thread needs the interpreter for microseconds; at Python's own 5 ms a busy
 # event loop would keep it waiting for longer than the kernels take.
 SWITCH_INTERVAL_S = 2e-4
@@ -42,6 +44,7 @@ class ServeOptions:
     machine: str = ""  # the `host` of the worker that these options are for
     deployment_text: str | None = None  # the deployment's content, for a machine that does not have the file
     gpu_memory: tuple[tuple[str, int], ...] = ()  # (GPU, bytes free before any stage loaded); (): ask them
+    gpu_targets: tuple[tuple[str, GpuTarget], ...] = ()  # what kernels are to be compiled for, by GPU
     assumed_gpu_memory: str | None = None  # of every GPU that is named, on another machine than this one
 
 
@@ -68,5 +71,11 @@ def for_machine(options: ServeOptions, machine: str) -> ServeOptions:
         return options
     text = options.deployment.read_text() if options.deployment is not None else None
     return replace(
-        options, machine=machine, deployment=None, deployment_text=text, gpu_memory=(), worker_token=None
+        options,
+        machine=machine,
+        deployment=None,
+        deployment_text=text,
+        gpu_memory=(),
+        gpu_targets=(),
+        worker_token=None,
     )

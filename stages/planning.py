@@ -14,6 +14,7 @@ import torch
 from connectors.cuda_ipc import device_pool_bytes
 from contracts.errors import OmnistageError
 from contracts.pipeline import Pipeline
+from lm_engine.gpu_target import target_of
 from lm_engine.model import DecoderConfig
 from model_families.census import WeightCensus, take_census
 from model_families.default_model.shipped import shipped_name
@@ -115,6 +116,8 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
         memory = DeviceMemory(dict(options.gpu_memory))
     else:
         memory = DeviceMemory.ask(devices)
+        targets = tuple((gpu, target_of(torch.device(gpu))) for gpu in memory.free_at_start)
+        options = replace(options, gpu_targets=targets)
     connectors = choose_connectors(
         deployment, _chunk_edges(running.pipeline), group_stages(deployment, options)
     )

@@ -9,7 +9,7 @@ from contracts.messages import FromStage, StageStep
 from encoder_pool.pool import EncoderPool
 from lm_engine.engine import LMEngine
 from lm_engine.talker.engine import TalkerEngine
-from stages.build import build_encoder_pool, build_lm_engine, build_talker, build_vocoder
+from stages.build import Compiled, build_encoder_pool, build_lm_engine, build_talker, build_vocoder
 from stages.encoder_stage import EncoderStage, FeatureReader
 from stages.lm_stage import LMStage
 from stages.planning import Plan
@@ -28,11 +28,13 @@ def make_shells(
     receivers: Mapping[tuple[str, str], Receiver],
     read: FeatureReader | None,
     emit: Callable[[Sequence[FromStage]], None],
+    compiled: Compiled | None = None,
 ) -> list[StageShell]:
-    """Shells of `stages`, none started. Ends of edges by (source, target); `read` maps shared features."""
+    """Shells of `stages`, none started. Ends of edges by (source, target); `read` maps shared features.
+    `compiled` waits for kernels that are being compiled ahead."""
     shells = []
     for name in stages:
-        logic = _logic(plan, Routes(plan.family.pipeline), name, read, _teller(name, emit))
+        logic = _logic(plan, Routes(plan.family.pipeline), name, read, _teller(name, emit), compiled)
         outgoing = {target: sender for (source, target), sender in senders.items() if source == name}
         incoming = {source: receiver for (source, target), receiver in receivers.items() if target == name}
         shells.append(StageShell(name, logic, emit, outgoing, incoming))
@@ -43,7 +45,14 @@ def _teller(name: str, emit: Callable[[Sequence[FromStage]], None]) -> Tell:
     return lambda doing: emit([StageStep(name, doing)])
 
 
-def _logic(plan: Plan, routes: Routes, name: str, read: FeatureReader | None, tell: Tell) -> StageLogic:
+def _logic(
+    plan: Plan,
+    routes: Routes,
+    name: str,
+    read: FeatureReader | None,
+    tell: Tell,
+    compiled: Compiled | None,
+) -> StageLogic:
     deployment = plan.deployment
     if name in deployment.encoders:
         assert read is not None, f"stage {name} needs the feature arena"
@@ -55,8 +64,8 @@ def _logic(plan: Plan, routes: Routes, name: str, read: FeatureReader | None, te
     talker, vocoder = routes.speech_path[1:] if routes.speaks else (None, None)
     if name == talker:
         assert vocoder is not None
-        return _talker_logic(plan, name, vocoder, tell)
-    return _lm_logic(plan, name, talker, tell)
+        return _talker_logic(plan, name, vocoder, tell, compiled)
+    return _lm_logic(plan, name, talker, tell, compiled)
 
 
 def _encoder_logic(plan: Plan, name: str, read: FeatureReader, tell: Tell) -> EncoderStage:
@@ -66,18 +75,20 @@ def _encoder_logic(plan: Plan, name: str, read: FeatureReader, tell: Tell) -> En
     return EncoderStage(name, build, read)
 
 
-def _lm_logic(plan: Plan, name: str, talker: str | None, tell: Tell) -> LMStage:
+def _lm_logic(plan: Plan, name: str, talker: str | None, tell: Tell, compiled: Compiled | None) -> LMStage:
     def build() -> tuple[LMEngine, str]:
         config = plan.deployment.lms[name]
         ranks = RankProcesses(plan, name) if config.tensor_parallel > 1 else None
-        return build_lm_engine(plan.family, config, plan.stage(name), plan.contexts[name], ranks, tell)
+        return build_lm_engine(
+            plan.family, config, plan.stage(name), plan.contexts[name], ranks, tell, compiled
+        )
 
     return LMStage(name, build, talker)
 
 
-def _talker_logic(plan: Plan, name: str, vocoder: str, tell: Tell) -> TalkerStage:
+def _talker_logic(plan: Plan, name: str, vocoder: str, tell: Tell, compiled: Compiled | None) -> TalkerStage:
     def build() -> tuple[TalkerEngine, str]:
         config = plan.deployment.lms[name]
-        return build_talker(plan.family, config, plan.stage(name), plan.contexts[name], tell)
+        return build_talker(plan.family, config, plan.stage(name), plan.contexts[name], tell, compiled)
 
     return TalkerStage(name, vocoder, build)

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from contracts.messages import FromStage
+from stages.compile_ahead import start_compiling
 from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
 from stages.deployment import num_cores
 from stages.edges import ArenaDescription, EdgeEnd, open_arena, open_edge_ends
@@ -50,9 +51,12 @@ class _Worker:
         self._outbox: Mailbox[FromStage] = Mailbox()
         plan = make_plan(setup.options, check_memory=False, check_weights=False)  # the front process did
         plan = plan.with_kv_blocks(setup.kv_blocks)
+        compiled = start_compiling(plan, setup.stages, setup.threads or num_cores())
         senders, receivers = open_edge_ends(setup.edges, setup.address)
         read = open_arena(setup.arena) if setup.arena is not None else no_arena
-        self._shells = make_shells(plan, setup.stages, senders, receivers, read, self._outbox.put_all)
+        self._shells = make_shells(
+            plan, setup.stages, senders, receivers, read, self._outbox.put_all, compiled
+        )
         self._local = LocalWorker(self._shells)
 
     async def run(self) -> None:

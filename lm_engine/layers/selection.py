@@ -7,6 +7,7 @@ import logging
 import torch
 
 from contracts.errors import EngineError
+from lm_engine.gpu_target import is_gpu
 from lm_engine.layers.kernels import Kernels
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.model import Kernels as KernelChoice
@@ -21,7 +22,7 @@ def select_kernels(choice: KernelChoice, device: torch.device, dtype: torch.dtyp
     """ "auto" takes the fastest that this machine can run. Raises EngineError when a named one cannot run."""
     if choice == "reference":
         return ReferenceKernels()
-    if choice == "triton" or (choice == "auto" and device.type == "cuda"):
+    if choice == "triton" or (choice == "auto" and is_gpu(device)):
         triton = triton_kernels(device, dtype)
         if not isinstance(triton, NoTriton):
             return triton

@@ -48,6 +48,10 @@ class FrameGraphs(Protocol):
         """The end of such a step alone, given the hidden states."""
         ...
 
+    def compile_all(self) -> None:
+        """Compiles what `capture_all` will need, on several threads."""
+        ...
+
     def capture_all(self) -> int: ...
 
 
@@ -156,16 +160,21 @@ class CapturedFrames:
             drawn.append(drawn_RX[:size].clone())
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
+    def compile_all(self) -> None:
+        compile_ahead(self.run_once, self.missing(), self._table.device)
+
     def capture_all(self) -> int:
-        missing = sorted(set(self._sizes) - self._captured.keys(), reverse=True)
-        compile_ahead(self._compile, missing, self._table.device)
-        for size in missing:
+        for size in self.missing():
             self._capture(size)
         return 2 * len(self._captured)
 
+    def missing(self) -> list[int]:
+        """Batches that are not captured yet, the largest first."""
+        return sorted(set(self._sizes) - self._captured.keys(), reverse=True)
+
     @torch.inference_mode()
-    def _compile(self, size: int) -> None:
-        """Runs a frame once, of padding alone: compiling is what threads share out."""
+    def run_once(self, size: int) -> None:
+        """A frame of padding alone, on the current stream."""
         self._run_frames(self._allocate(size))
 
     def _parts(self, num_rows: int) -> list[slice]:

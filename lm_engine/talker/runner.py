@@ -95,13 +95,19 @@ class TalkerRunner:
         launched = self._launcher.submit(self._launch, plan)
         return self._collector.submit(lambda: _collect(launched.result()))
 
-    def capture_graphs(self) -> int:
+    def capture_graphs(self, *, compiled: bool = False) -> int:
         """Captures all graphs now rather than on first use, and rehearses what goes without them; returns
-        their number. Blocks for seconds."""
+        their number. Blocks for seconds. `compiled`: as the LM's runner takes it."""
         graphs, passes = self._graphs, self._passes
         if graphs is None or passes is None:
             return 0
-        num_graphs = self._launcher.submit(lambda: graphs.capture_all() + passes.capture_all()).result()
+
+        def capture() -> int:
+            if not compiled:
+                graphs.compile_all()
+            return graphs.capture_all() + passes.capture_all()
+
+        num_graphs = self._launcher.submit(capture).result()
         self.rehearse()
         return num_graphs
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lm_engine.gpu_target import is_gpu, target_of
+
 if TYPE_CHECKING:
     from lm_engine.triton.kernels import TritonKernels
 
@@ -29,9 +31,9 @@ def triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels | 
     # Imported late: Triton is optional, and its import costs time on machines without a GPU.
     from lm_engine.triton.launch import interpreted
 
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+    if not is_gpu(device) and not (device.type == "cpu" and interpreted()):
         return Unavailable(f"they compute on CUDA devices, not on {device.type}")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    if is_gpu(device) and target_of(device).capability < MIN_CAPABILITY:
         return Unavailable("they need a GPU of compute capability 8.0 or newer")
     from lm_engine.triton.kernels import TritonKernels
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Literal, Protocol
 
 import torch
@@ -14,14 +15,23 @@ import triton
 from torch import Tensor
 
 from contracts.triton_cache import keep_launchers
+from lm_engine.gpu_target import is_gpu, target_of
 
 keep_launchers()
 Precision = Literal["tf32", "ieee"]
 Value = Tensor | int | float | bool | str | None
 
 
+class _Parameter(Protocol):
+    @property
+    def do_not_specialize(self) -> bool: ...
+
+
 class Kernel(Protocol):
     """A Triton function."""
+
+    fn: FunctionType
+    params: Sequence[_Parameter]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
@@ -63,17 +73,59 @@ def compiling_ahead() -> Iterator[None]:
         _compiling.count(-1)
 
 
+@dataclass(frozen=True)
+class Launch:
+    kernel: Kernel
+    grid: tuple[int, ...]
+    args: tuple[Value, ...]
+    options: dict[str, Value]
+
+    def compile(self) -> None:
+        """Into Triton's cache, for its active driver's GPU. Nothing is launched."""
+        self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+
+
+class _Recording:
+    def __init__(self) -> None:
+        self.launches: dict[object, Launch] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recording() -> Iterator[dict[object, Launch]]:
+    """Within it nothing is launched, by any thread: the first launch of each variant is kept."""
+    assert _recording.launches is None
+    launches = _recording.launches = {}
+    try:
+        yield launches
+    finally:
+        _recording.launches = None
+
+
 def launch(kernel: Kernel, grid: tuple[int, ...], *args: Value, **options: Value) -> None:
     """Launches on the current stream, compiling first what is new."""
+    if _recording.launches is not None:
+        _recording.launches.setdefault(_variant(kernel, args, options), Launch(kernel, grid, args, options))
+        return
     if _compiling.num_threads and not interpreted():
-        with _compiling.alone_with((id(kernel), *map(_kind, args), *options.items())):
+        with _compiling.alone_with(_variant(kernel, args, options)):
             kernel.warmup(*args, grid=grid, **options)
     with _compiling.launching:
         kernel[grid](*args, **options)
 
 
+def _variant(kernel: Kernel, args: tuple[Value, ...], options: dict[str, Value]) -> object:
+    """What Triton compiles once: never finer than that, or two threads would compile the same."""
+    kinds = (
+        type(arg) if parameter.do_not_specialize else _kind(arg)
+        for arg, parameter in zip(args, kernel.params, strict=False)  # the others are options
+    )
+    return id(kernel), *kinds, *options.items()
+
+
 def _kind(value: Value) -> object:
-    """What Triton compiles a variant for."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return (value == 1, value % 16 == 0) if isinstance(value, int) else type(value)
@@ -84,15 +136,14 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@cache
 def uses_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch needs Hopper or newer."""
-    return not interpreted() and torch.cuda.get_device_capability(device) >= (9, 0)
+    return not interpreted() and target_of(device).capability >= (9, 0)
 
 
 def has_fp8(device: torch.device) -> bool:
     """Whether e4m3 is read and written here."""
-    return interpreted() or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
+    return interpreted() or (is_gpu(device) and target_of(device).capability >= (8, 9))
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:
@@ -100,11 +151,9 @@ def launch_options(device: torch.device) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if uses_pdl(device) else {"PDL": False}
 
 
-@cache
 def shared_memory_bytes(device: torch.device) -> int:
     """The most one program may have."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return target_of(device).shared_bytes
 
 
 def dot_precision(dtype: torch.dtype) -> Precision:

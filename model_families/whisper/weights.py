@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from lm_engine.gpu_target import is_gpu
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import Kernels
 from model_families.decoder_weights import TextTensors
@@ -33,7 +34,7 @@ def text_name(name: str) -> str | None:
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> WhisperDecoder:
     """Raises EngineError naming the tensor when one is missing, mis-shaped or unknown."""
-    if kernels == "auto" and device.type == "cuda":
+    if kernels == "auto" and is_gpu(device):
         kernels = "reference"  # the Triton kernels are made for decoders without cross-attention
     with open_checkpoint(folder) as checkpoint:
         tensors = TextTensors(checkpoint, text_name, device, dtype)

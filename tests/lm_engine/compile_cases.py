@@ -24,14 +24,16 @@ import lm_engine.triton.linear
 import vocoder.kernels
 from lm_engine.attention.triton import TritonAttention
 from lm_engine.decoder import Decoder
+from lm_engine.gpu_target import GpuTarget, assuming
 from lm_engine.graphs import BATCH_SIZES
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.memory import allocate_kv
-from lm_engine.model import DecoderConfig, KVDtype
+from lm_engine.model import DecoderConfig, KVDtype, MoeConfig
 from lm_engine.passes import TOKEN_SIZES, PaddedPasses
 from lm_engine.request_table import RequestTable
 from lm_engine.talker.graphs import BATCH_SIZES as FRAME_SIZES
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
+from lm_engine.triton.ahead import decoder_launches
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
@@ -129,9 +131,18 @@ def run_decoder(
 ) -> None:
     """A layer's steps of so many sequences and mixed ones of so many tokens."""
     config = replace(config, num_layers=1, kept_hidden_layer=None)
-    model = Decoder(config, Shapes(), TritonKernels(META))
-    table = table_of(config, 256, 16384)
-    kv = allocate_kv(config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META, kv_dtype)
+    run_steps(Decoder(config, Shapes(), TritonKernels(META)), batches, tokens, kv_dtype)
+
+
+def run_steps(
+    model: Decoder,
+    batches: tuple[int, ...],
+    tokens: tuple[int, ...],
+    kv_dtype: KVDtype = "auto",
+    max_length: int = 16384,
+) -> None:
+    table = table_of(model.config, 256, max_length)
+    kv = allocate_kv(model.config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META, kv_dtype)
     arrivals_R = torch.zeros(256, dtype=torch.int32, device=META)
     for batch in batches:
         buffers = DecodeBuffers.allocate(batch, table)
@@ -141,7 +152,7 @@ def run_decoder(
         draw(model.logits(hidden_RH), buffers, table, arrivals_R)
     passes = PaddedPasses(model, model.attention, kv, table)
     for num_tokens in tokens:
-        passes._forward(num_tokens)
+        passes.forward(num_tokens)
 
 
 def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...]) -> None:
@@ -163,7 +174,7 @@ def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...])
         frames._capture(batch)
     passes = PaddedPasses(PromptModel(model), model.attention, kv, table, MAX_PROMPT_ROWS)
     for num_rows in prompts:
-        passes._forward(num_rows)
+        passes.forward(num_rows)
 
 
 @triton.jit
@@ -225,6 +236,24 @@ def test_draws_of_codes(compiled):
             draw_residual(logits_RV, codes, table, omni_talker.RESIDUAL, seed=7)
     check(compiled, "draw_codes")
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("moe", [None, MoeConfig(4, 2, 16, True, dense_layers=frozenset({0, 2}))])
+def test_what_is_compiled_ahead_is_what_steps_launch(compiled, moe):
+    """Though a decoder that stands for one on a GPU has one layer of each kind."""
+    config = tiny_config(num_layers=4, moe=moe)
+    model = Decoder(config, Shapes(), TritonKernels(META))
+    run_steps(model, (1, 2), TOKEN_SIZES, max_length=64)
+    launched = set(compiled)
+    compiled.clear()
+    with assuming(GpuTarget((9, 0), SHARED_BYTES)):
+        shortened = Decoder(config, Shapes(), TritonKernels(META))
+        assert len(shortened.layers) == (1 if moe is None else 2)
+        for launch in decoder_launches(
+            shortened, max_sequences=2, max_length=64, block_size=BLOCK_SIZE, kv_dtype="auto"
+        ):
+            launch.compile()
+    assert set(compiled) == launched
 
 
 @pytest.mark.slow

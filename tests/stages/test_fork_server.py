@@ -18,6 +18,9 @@ from stages.planning import ROOT
 from stages.worker_processes import FRONT_SIGNALS, ForkServer
 
 IMPORTS = """
+import importlib.util
+import threading
+
 import torch
 
 def ask(*_, **__):
@@ -26,6 +29,9 @@ def ask(*_, **__):
 for name in ("is_available", "device_count", "get_device_capability", "get_device_properties", "init"):
     setattr(torch.cuda, name, ask)
 import stages.fork_server
+if importlib.util.find_spec("triton"):
+    import lm_engine.triton.ahead  # as it does where there is a GPU
+assert threading.active_count() == 1
 """
 
 

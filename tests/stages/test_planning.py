@@ -9,13 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from api import cli
 from benchmarks.components.shape_folder import write_shape_folder
+from lm_engine.gpu_target import GpuTarget
 from model_families.registry import open_family
-from stages import deployment_bounds
+from stages import deployment_bounds, planning
 from stages.deployment import DeploymentError
 from stages.memory_plan import render_plan
 from stages.options import ServeOptions
@@ -176,6 +178,9 @@ def large_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shape_folder("qwen3_omni_30b_a3b", tmp_path_factory.mktemp("large") / "omni")
 
 
+HOPPER = GpuTarget((9, 0), 232448)
+
+
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A machine with one GPU of so many free bytes, as far as planning looks."""
@@ -183,6 +188,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def arrange(free: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+        monkeypatch.setattr(planning, "target_of", lambda device: HOPPER)
 
     return arrange
 
@@ -197,13 +203,22 @@ def test_stages_share_what_their_gpu_has(large_omni: Path, one_gpu: Callable[[in
     assert sum(stage.total for stage in plan.stages) <= 0.9 * (139 << 30)
     assert sum(stage.total for stage in plan.stages) > 0.89 * (139 << 30)
     assert plan.stage("thinker").cache > 2 * plan.stage("talker").cache > 1 << 30
+    assert plan.options.gpu_targets == (("cuda:0", HOPPER),)
 
 
 def test_a_worker_that_starts_again_plans_as_before(large_omni: Path, one_gpu: Callable[[int], None]) -> None:
     one_gpu(139 << 30)
     plan = make_plan(ServeOptions(model=large_omni, overrides=ON_GPU))
     one_gpu(20 << 30)  # the other stages have loaded
-    assert make_plan(plan.options, check_memory=False).stages == plan.stages
+    sent = msgspec.json.decode(
+        msgspec.json.encode(plan.options, enc_hook=str), type=ServeOptions, dec_hook=_path
+    )
+    assert sent == plan.options
+    assert make_plan(sent, check_memory=False).stages == plan.stages
+
+
+def _path(kind: type, value: object) -> object:
+    return kind(value)
 
 
 @pytest.mark.parametrize("limit", ["", "30GiB"])

@@ -46,7 +46,7 @@ def route(
     tl.store(weights_ptr + row * CHOSEN + chosen_C, weight_C / total, mask=chosen_C < CHOSEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def expert_gemm(
     x_ptr,
     weight_ptr,

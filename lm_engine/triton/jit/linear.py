@@ -78,7 +78,7 @@ def gemv(
         tile_NK = next_NK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def skinny_gemm(
     x_ptr,
     weight_ptr,

@@ -9,7 +9,7 @@ import triton.language as tl
 from lm_engine.triton.jit.order import after_predecessors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def decode_inputs(
     packed_ptr,
     token_table_ptr,
@@ -96,7 +96,7 @@ def _gumbel(seed, position, tokens_V):
     return -tl.log(exponential_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def draw_tokens(
     logits_ptr,
     packed_ptr,
