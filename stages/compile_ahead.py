@@ -81,10 +81,10 @@ def _fork(name: str, run: Callable[[], None]) -> int:
             set_process_name(name)
             run()
             status = 0
-        except Exception:
-            logger.exception("%s failed", name)
         finally:
-            os._exit(status)  # nothing of the worker's is to be cleared up here
+            if status:
+                logger.error("%s failed", name, exc_info=True)
+            os._exit(status)  # nothing of the worker's is to be cleared up here, nor gone on with
     return pid
 
 
