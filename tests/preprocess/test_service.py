@@ -19,6 +19,8 @@ from contracts.digests import Digester
 from contracts.errors import BadRequest, MediaDecodeError, MediaError, MediaFetchError
 from contracts.media import MediaItem, MediaOptions, MediaSource
 from contracts.specs import ImageSpec, MediaLimits, MediaSpecs
+from preprocess import fetch
+from preprocess.data_url import decode_data_url
 from preprocess.index import MediaIndex
 from preprocess.jobs import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig, ResolvedMedia
@@ -88,6 +90,51 @@ def test_a_repeated_image_is_neither_decoded_nor_resized() -> None:
             first.release()
             again.release()
             assert service.stats()["arena_bytes"] == 0
+
+    run(scenario)
+
+
+def test_the_text_of_a_repeated_image_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+
+    def decode(url: str, max_bytes: int) -> bytearray:
+        decoded.append(url)
+        return decode_data_url(url, max_bytes)
+
+    async def scenario() -> None:
+        async with running() as service:
+            first = await resolve(service, PNG)
+            again = await resolve(service, PNG)
+            assert again.data is None
+            assert again.item == msgspec.structs.replace(first.item, features=None)
+            assert len(decoded) == 1
+            stats = service.stats()
+            assert (stats["sources_total"], stats["source_bytes_total"]) == (2, 2 * len(PNG))
+
+            other = await resolve(service, PNG, max_pixels=1024)  # the same text, other features
+            assert len(decoded) == 2
+            assert other.item.pixel_digest != first.item.pixel_digest
+            longer = PNG + b"!"  # text that differs in the last letters
+            assert (await resolve(service, longer)).item.bytes_digest != first.item.bytes_digest
+            assert len(decoded) == 3
+
+            made = await service.materialize(again)
+            assert len(decoded) == 4
+            assert made.item.pixel_digest == first.item.pixel_digest
+            made.lease.release()
+
+    monkeypatch.setattr(fetch, "decode_data_url", decode)
+    run(scenario)
+
+
+def test_what_the_index_has_forgotten_is_decoded_again() -> None:
+    async def scenario() -> None:
+        async with running() as service:
+            await resolve(service, PNG)
+            service.index.clear()
+            again = await resolve(service, PNG)
+            assert again.data is not None
+            assert service.stats()["jobs_total"] == 2
 
     run(scenario)
 
