@@ -7,7 +7,9 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from connectors.stats import EdgeStats
 from contracts.chunks import Chunk
@@ -26,6 +28,12 @@ class _Waiter:
             self.loop.call_soon_threadsafe(self.event.set)
 
 
+class _Sent(NamedTuple):
+    chunk: Chunk
+    nbytes: int
+    at_s: float  # monotonic
+
+
 @dataclass
 class _Channel:
     """State shared by both ends, guarded by `lock`.
@@ -37,7 +45,7 @@ class _Channel:
     capacity: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     credits: int = 0
-    queue: deque[tuple[Chunk, float]] = field(default_factory=deque)  # and when it was sent, monotonic
+    queue: deque[_Sent] = field(default_factory=deque)
     unreleased: dict[int, Chunk] = field(
         default_factory=dict
     )  # id(chunk) → chunk: received, credit not returned
@@ -83,7 +91,7 @@ class InprocSender:
                 if chunk.request_id in channel.send_cancelled:
                     return
                 if channel.credits > 0:
-                    self._enqueue(chunk)
+                    self._enqueue([chunk])
                     if waiting_since is not None:
                         channel.sent.wait.add(time.monotonic() - waiting_since)
                     return
@@ -93,21 +101,34 @@ class InprocSender:
                 channel.sender_waiters.append(waiter)
             await waiter.event.wait()
 
-    def _enqueue(self, chunk: Chunk) -> None:
+    def send_now(self, chunks: Sequence[Chunk]) -> int:
         channel = self._channel
-        key = (chunk.request_id, chunk.stream)
-        expected = channel.next_seq.get(key, 0)
-        assert chunk.seq == expected, f"edge {channel.name}: {key} sends {chunk.seq}, expected {expected}"
-        if chunk.last:
-            channel.next_seq.pop(key, None)
-        else:
-            channel.next_seq[key] = expected + 1
-        channel.credits -= 1
-        channel.queue.append((chunk, time.monotonic()))
-        channel.sent.chunks_total += 1
-        channel.sent.bytes_total += chunk.nbytes
+        with channel.lock:
+            if channel.receiver_closed or channel.sender_closed:
+                raise PeerLost(f"edge {channel.name} is closed")
+            taken = chunks if channel.credits >= len(chunks) else chunks[: channel.credits]
+            cancelled = channel.send_cancelled
+            self._enqueue([chunk for chunk in taken if chunk.request_id not in cancelled])
+            return len(taken)
+
+    def _enqueue(self, chunks: Sequence[Chunk]) -> None:
+        channel, now = self._channel, time.monotonic()
+        for chunk in chunks:
+            key = (chunk.request_id, chunk.stream)
+            expected = channel.next_seq.get(key, 0)
+            assert chunk.seq == expected, f"edge {channel.name}: {key} sends {chunk.seq}, expected {expected}"
+            if chunk.last:
+                channel.next_seq.pop(key, None)
+            else:
+                channel.next_seq[key] = expected + 1
+            sent = _Sent(chunk, chunk.nbytes, now)
+            channel.credits -= 1
+            channel.queue.append(sent)
+            channel.sent.chunks_total += 1
+            channel.sent.bytes_total += sent.nbytes
         channel.check()
-        _wake_all(channel.receiver_waiters)
+        if channel.queue:
+            _wake_all(channel.receiver_waiters)
 
     def cancel(self, request_id: str) -> None:
         """Drops what is queued of the request; a send of it that waits returns. Forgotten with `forget`."""
@@ -147,31 +168,38 @@ class InprocReceiver:
             waiter = _Waiter(asyncio.get_running_loop(), asyncio.Event())
             with channel.lock:
                 if channel.queue:
-                    chunk, sent_s = channel.queue.popleft()
-                    self._count(chunk, sent_s)
-                    channel.unreleased[id(chunk)] = chunk
-                    channel.check()
-                    return chunk
+                    return self._take()
                 if channel.sender_closed or channel.receiver_closed:
                     raise PeerLost(f"edge {channel.name} is closed")
                 channel.receiver_waiters.append(waiter)
             await waiter.event.wait()
 
-    def _count(self, chunk: Chunk, sent_s: float) -> None:
-        stats = self._channel.received
+    def receive_now(self) -> list[Chunk]:
+        channel = self._channel
+        with channel.lock:
+            return [self._take() for _ in range(len(channel.queue))]
+
+    def _take(self) -> Chunk:
+        channel = self._channel
+        chunk, nbytes, sent_s = channel.queue.popleft()
+        stats = channel.received
         stats.chunks_total += 1
-        stats.bytes_total += chunk.nbytes
+        stats.bytes_total += nbytes
         stats.wait.add(time.monotonic() - sent_s)
+        channel.unreleased[id(chunk)] = chunk
+        channel.check()
+        return chunk
 
     async def renewed(self) -> None:
         """Never returns: both ends live and die with one process."""
         await asyncio.Event().wait()
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, *chunks: Chunk) -> None:
         with self._channel.lock:
-            held = self._channel.unreleased.pop(id(chunk), None)
-            assert held is chunk, f"edge {self._channel.name}: released a chunk that is not held"
-            self._channel.credits += 1
+            for chunk in chunks:
+                held = self._channel.unreleased.pop(id(chunk), None)
+                assert held is chunk, f"edge {self._channel.name}: released a chunk that is not held"
+                self._channel.credits += 1
             self._channel.check()
             _wake_all(self._channel.sender_waiters)
 
@@ -190,7 +218,7 @@ class InprocReceiver:
 
 
 def _drop_queued(channel: _Channel, request_id: str) -> None:
-    kept = deque(entry for entry in channel.queue if entry[0].request_id != request_id)
+    kept = deque(entry for entry in channel.queue if entry.chunk.request_id != request_id)
     channel.credits += len(channel.queue) - len(kept)
     channel.queue = kept
     channel.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from connectors.stats import EdgeStats
@@ -15,6 +16,11 @@ class Sender(Protocol):
     async def send(self, chunk: Chunk) -> None:
         """Waits for a free credit. Raises PeerLost when the receiver is gone. A chunk of a cancelled
         request is dropped."""
+        ...
+
+    def send_now(self, chunks: Sequence[Chunk]) -> int:
+        """Sends the first of them, as many as there are credits for, all at once; returns how many: the
+        others take `send`. None where a transport gains nothing by it. PeerLost as `send`."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -39,13 +45,17 @@ class Receiver(Protocol):
         PeerLost."""
         ...
 
+    def receive_now(self) -> list[Chunk]:
+        """As many `receive`s as there are chunks now, at once; may leave them to `receive`."""
+        ...
+
     async def renewed(self) -> None:
         """Right after PeerLost: returns when the edge was reset and `receive` waits for the next sender;
         never, where no sender can come back."""
         ...
 
-    def release(self, chunk: Chunk) -> None:
-        """Returns the credit. Exactly once per received chunk."""
+    def release(self, *chunks: Chunk) -> None:
+        """Returns their credits. Exactly once per received chunk."""
         ...
 
     def cancel(self, request_id: str) -> None:

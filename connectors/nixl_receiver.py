@@ -131,6 +131,9 @@ class NixlReceiver:
             waited = True
             await self._news.wait()
 
+    def receive_now(self) -> list[Chunk]:
+        return []
+
     async def renewed(self) -> None:
         lost = self._epoch
         while self._epoch == lost:
@@ -141,7 +144,11 @@ class NixlReceiver:
             if self._epoch == lost:
                 await self._news.wait()
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            self._release(chunk)
+
+    def _release(self, chunk: Chunk) -> None:
         held = self._held.pop(id(chunk), None)
         assert held is not None, f"edge {self._description.name}: released a chunk that is not held"
         assert held.chunk is chunk

@@ -112,6 +112,10 @@ class CreditedSender(ABC):
         if self._waiting or not self._try_send(chunk, packed):
             await self._send_in_turn(chunk, packed)
 
+    def send_now(self, chunks: Sequence[Chunk]) -> int:
+        """None: chunks are packed and written one by one."""
+        return 0
+
     def cancel(self, request_id: str) -> None:
         """Drops what the receiver has not received of the request, as soon as its loop runs."""
         self._cancelled.add(request_id)

@@ -72,6 +72,9 @@ class ShmReceiver:
             waited = True
             await self._naps.nap()
 
+    def receive_now(self) -> list[Chunk]:
+        return []
+
     async def renewed(self) -> None:
         lost = self._epoch
         while self._epoch == lost:
@@ -80,7 +83,11 @@ class ShmReceiver:
             if self._epoch == lost:
                 await self._naps.nap()
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, *chunks: Chunk) -> None:
+        for chunk in chunks:
+            self._release(chunk)
+
+    def _release(self, chunk: Chunk) -> None:
         if not self._closed:
             self._follow()
         if self._stale.pop(id(chunk), None) is not None:

@@ -45,6 +45,13 @@ class StepResultBatch:
     chunks: list[tuple[str, Chunk]] = field(default_factory=list)
 
 
+def _by_target(chunks: Sequence[tuple[str, Chunk]]) -> dict[str, list[Chunk]]:
+    parts: dict[str, list[Chunk]] = {}
+    for target, chunk in chunks:
+        parts.setdefault(target, []).append(chunk)
+    return parts
+
+
 def _copied(chunk: Chunk) -> Chunk:
     tensors = {name: tensor.clone() for name, tensor in chunk.tensors.items()}
     return msgspec.structs.replace(chunk, tensors=tensors)
@@ -185,13 +192,20 @@ class StageShell:
                 # The upstream stage is gone, which others report. It may be started again.
                 await receiver.renewed()
                 continue
-            self._waiting_since.append(time.monotonic())
-            if not receiver.hands_over:
-                borrowed, chunk = chunk, _copied(chunk)
-                receiver.release(borrowed)
-            self._emit_and_wake(self._logic.accept(chunk))
-            if receiver.hands_over:
-                receiver.release(chunk)
+            self._accept(receiver, [chunk, *receiver.receive_now()])
+
+    def _accept(self, receiver: Receiver, chunks: list[Chunk]) -> None:
+        """The step that they wake has all of them."""
+        self._waiting_since += [time.monotonic()] * len(chunks)
+        if not receiver.hands_over:
+            borrowed, chunks = chunks, list(map(_copied, chunks))
+            receiver.release(*borrowed)
+        replies: list[FromStage] = []
+        for chunk in chunks:
+            replies += self._logic.accept(chunk)
+        self._emit_and_wake(replies)
+        if receiver.hands_over:
+            receiver.release(*chunks)
 
     def _emit_and_wake(self, messages: list[FromStage]) -> None:
         assert self._wake is not None
@@ -218,9 +232,8 @@ class StageShell:
             self._busy_s += took_s
             if batch.messages:
                 self._emit(batch.messages)
-            for target, chunk in batch.chunks:
-                await self._send(target, chunk)
-                self._logic.sent(chunk)
+            for target, chunks in _by_target(batch.chunks).items():
+                await self._send_all(target, chunks)
             self.step_started_s = None
             self._report_stats(force=False)
             await asyncio.sleep(0)  # lets the pumps run between steps
@@ -238,6 +251,17 @@ class StageShell:
             for sender in self._senders.values():
                 sender.forget(request_id)
         self._cancelled.clear()
+
+    async def _send_all(self, target: str, chunks: list[Chunk]) -> None:
+        num_sent = 0
+        if len(chunks) > 1:
+            with contextlib.suppress(PeerLost):  # told of each chunk that is lost by it
+                num_sent = self._senders[target].send_now(chunks)
+        for chunk in chunks[:num_sent]:
+            self._logic.sent(chunk)
+        for chunk in chunks[num_sent:]:
+            await self._send(target, chunk)
+            self._logic.sent(chunk)
 
     async def _send(self, target: str, chunk: Chunk) -> None:
         try:

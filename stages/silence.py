@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 from torch import Tensor
 
 LOUDEST_SILENCE = 1e-4  # -80 dB below full scale: under the quietest breath, above numerical noise
@@ -16,9 +16,10 @@ class SilenceGuard:
 
     def hears_no_end(self, samples: Tensor) -> bool:
         """Takes the stream's next samples. True when it has been silent for too long."""
-        loud = torch.nonzero(samples.abs() > LOUDEST_SILENCE)
-        if loud.numel():
-            self._num_silent = samples.numel() - 1 - int(loud[-1])
+        loud = np.abs(samples.numpy()[::-1]) > LOUDEST_SILENCE  # the newest first
+        num_silent = int(loud.argmax()) if len(loud) else 0  # stops at the first
+        if len(loud) and loud[num_silent]:
+            self._num_silent = num_silent
         else:
-            self._num_silent += samples.numel()
+            self._num_silent += len(loud)
         return self._num_silent >= self._limit

@@ -96,7 +96,8 @@ class VocoderStage:
             return  # it failed, or was cut: the talker hears of it by the coordinator
         if chunk.last:
             speech.finish = "length" if chunk.meta[FINISH] == "length" else "stop"
-        self.pool.frames(chunk.request_id, chunk.tensors[CODES].cpu(), chunk.last)
+        codes_KQ = chunk.tensors[CODES]
+        self.pool.frames(chunk.request_id, codes_KQ if codes_KQ.is_cpu else codes_KQ.cpu(), chunk.last)
 
     def has_work(self) -> bool:
         return self.pool.has_work()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -166,7 +167,8 @@ class VocoderPool(Generic[S]):
         if codes_KQ.dim() != 2 or codes_KQ.shape[1] != model.num_code_groups or codes_KQ.dtype != torch.int64:
             wanted = f"int64 [frames, {model.num_code_groups}]"
             return f"codec frames are {codes_KQ.dtype} {list(codes_KQ.shape)}, the vocoder takes {wanted}"
-        if codes_KQ.numel() and not (int(codes_KQ.min()) >= 0 and int(codes_KQ.max()) < model.codebook_size):
+        # Every stream's every frame comes by here: one look, at which what is negative is too large as well.
+        if codes_KQ.numel() and codes_KQ.numpy().view(np.uint64).max() >= model.codebook_size:
             return f"a codec frame holds a code outside of [0, {model.codebook_size})"
         if stream.num_pending + codes_KQ.shape[0] > self._config.max_pending_frames:
             return f"more than {self._config.max_pending_frames} codec frames wait for the vocoder"

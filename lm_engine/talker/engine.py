@@ -55,6 +55,8 @@ class TalkerEngine:
         self._model = model
         self._runner = runner
         self._scheduler = TalkerScheduler(config, model.config.end_codes)
+        self._end_codes = model.config.end_codes
+        self._no_codes = torch.empty(0, model.config.num_code_groups, dtype=torch.int64)
         self._row_maker = RowMaker(model, runner.rows)
         self._in_flight: deque[_InFlight] = deque()
         self._depth = 2 if config.overlap else 1
@@ -195,34 +197,32 @@ class TalkerEngine:
             return
         drawn = flight.future.result()
         assert drawn.step_id == flight.step.plan.step_id, f"frames of step {drawn.step_id}"
-        for answer, frame, valid in zip(flight.step.sampling, drawn.frames, drawn.valid, strict=True):
+        for answer, codes_1Q, first, valid in zip(
+            flight.step.sampling, drawn.codes, drawn.first, drawn.valid, strict=True
+        ):
             if answer.finished:
                 continue  # aborted, or ended by the frame before this one
             if not valid:
                 self._fail(answer, EngineError("the talker gave values that are not finite"))
+            elif first in self._end_codes:
+                self._finish(answer, "stop")
             else:
-                self._take_frame(answer, frame)
+                self._take_frame(answer, codes_1Q)
 
-    def _take_frame(self, answer: SpokenAnswer, frame: tuple[int, ...]) -> None:
-        if frame[0] in self._model.config.end_codes:
-            self._finish(answer, "stop")
-            return
+    def _take_frame(self, answer: SpokenAnswer, codes_1Q: Tensor) -> None:
         answer.num_frames += 1
         self._totals["frames_total"] += 1
         if answer.is_cut:
-            self._finish(answer, "length", frame)
+            self._finish(answer, "length", codes_1Q)
         else:
-            self._send(answer, frame)
+            self._send(answer, codes_1Q)
 
-    def _finish(self, answer: SpokenAnswer, reason: FinishReason, *frames: tuple[int, ...]) -> None:
+    def _finish(self, answer: SpokenAnswer, reason: FinishReason, codes_KQ: Tensor | None = None) -> None:
         self._scheduler.remove(answer)
         self._totals["length_stops_total"] += reason == "length"
-        self._send(answer, *frames, reason=reason)
+        self._send(answer, self._no_codes if codes_KQ is None else codes_KQ, reason)
 
-    def _send(
-        self, answer: SpokenAnswer, *frames: tuple[int, ...], reason: FinishReason | None = None
-    ) -> None:
-        codes_KQ = torch.tensor(frames, dtype=torch.int64).reshape(-1, self._model.config.num_code_groups)
+    def _send(self, answer: SpokenAnswer, codes_KQ: Tensor, reason: FinishReason | None = None) -> None:
         chunk = Chunk(
             answer.id,
             CODES_STREAM,

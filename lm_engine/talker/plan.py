@@ -41,10 +41,12 @@ class TalkerPlan:
 
 @dataclass(frozen=True)
 class FramesDrawn:
-    """One frame per sequence that samples, in plan order. `valid`: False where logits were not finite."""
+    """One frame per sequence that samples, in plan order: `codes` int64 [1, Q] each, on the host, and its
+    first code. `valid`: False where logits were not finite."""
 
     step_id: int
-    frames: tuple[tuple[int, ...], ...]
+    codes: tuple[Tensor, ...]
+    first: tuple[int, ...]
     valid: tuple[bool, ...]
 
 

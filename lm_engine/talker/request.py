@@ -80,14 +80,11 @@ class SpokenAnswer:
     num_frames: int = 0  # known
     num_chunks: int = 0  # sent
     finished: bool = False
+    id: str = field(init=False)
+    num_rows: int = field(init=False)  # of the prompt
 
-    @property
-    def id(self) -> str:
-        return self.message.request_id
-
-    @property
-    def num_rows(self) -> int:
-        return self.prompt.num_rows
+    def __post_init__(self) -> None:
+        self.id, self.num_rows = self.message.request_id, self.prompt.num_rows
 
     @property
     def num_planned(self) -> int:

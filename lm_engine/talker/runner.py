@@ -277,10 +277,10 @@ def _inferring(make: Callable[[], Tensor]) -> Tensor:
 
 def _collect(launched: _Launched) -> FramesDrawn:
     if not launched.results:
-        return FramesDrawn(launched.step_id, (), ())
+        return FramesDrawn(launched.step_id, (), (), ())
     if launched.done is not None:
         launched.done.synchronize()
     (drawn_SX,) = launched.results
-    drawn = drawn_SX.tolist()
-    frames, valid = tuple(tuple(row[:-1]) for row in drawn), tuple(bool(row[-1]) for row in drawn)
-    return FramesDrawn(launched.step_id, frames, valid)
+    codes_SQ = drawn_SX[:, :-1].clone(memory_format=torch.contiguous_format)  # nobody keeps pinned memory
+    first_S, valid_S = drawn_SX[:, 0].tolist(), drawn_SX[:, -1].tolist()
+    return FramesDrawn(launched.step_id, torch.split(codes_SQ, 1), tuple(first_S), tuple(map(bool, valid_S)))

@@ -125,6 +125,46 @@ def test_a_full_edge_makes_send_wait_until_a_release(pair: Factory) -> None:
     run(main())
 
 
+def test_many_at_once_are_as_many_one_by_one(pair: Factory) -> None:
+    """Whatever a transport takes of them at once; the others wait for credits."""
+
+    async def main() -> None:
+        sender, receiver = pair(4)
+        sender.cancel("gone")
+        names = [("a", 0), ("b", 0), ("gone", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+        chunks = [chunk(name, seq, tensor=torch.tensor([seq])) for name, seq in names]
+        num_sent = sender.send_now(chunks)
+        assert num_sent in (0, 4), "four credits, one of them not needed"
+
+        async def send_others() -> None:
+            for one in chunks[num_sent:]:
+                await sender.send(one)
+
+        others, found = asyncio.create_task(send_others()), []
+        while len(found) < 6:
+            got = [await receiver.receive(), *receiver.receive_now()]
+            found += [(one.request_id, one.seq, int(one.tensors["x"])) for one in got]
+            receiver.release(*got)
+        await others
+        assert found == [(name, seq, seq) for name, seq in names if name != "gone"]
+        assert receiver.receive_now() == []
+        assert (sender.stats.chunks_total, receiver.stats.chunks_total) == (6, 6)
+        for seq in range(3, 7):
+            await sender.send(chunk("a", seq))  # all credits are back
+
+    run(main())
+
+
+def test_many_at_once_to_nobody_are_lost(pair: Factory) -> None:
+    async def main() -> None:
+        sender, receiver = pair(4)
+        receiver.close()
+        with contextlib.suppress(PeerLost):
+            assert sender.send_now([chunk("a", 0), chunk("b", 0)]) == 0
+
+    run(main())
+
+
 def test_cancel_frees_credits_and_spares_other_requests(pair: Factory) -> None:
     async def main() -> None:
         sender, receiver = pair(2)
