@@ -157,7 +157,7 @@ class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: str
     target: str
     connector: Literal["auto"] | Connector = "auto"  # see `stages.placement`
-    capacity: int = 64  # credits: chunks under way
+    capacity: int = 256  # credits: chunks under way; a step sends one a sequence
     capacity_bytes: int | str = "64MiB"  # of tensors under way
 
 

@@ -38,6 +38,7 @@ MEASURES_A_PART = {
     "benchmarks/components/vocoder.py": ("vocoder", "model_families"),
     "benchmarks/components/routing.py": ("stages",),
     "benchmarks/components/shape_folder.py": ("model_families",),
+    "benchmarks/components/speech_host.py": ("connectors", "lm_engine", "stages", "vocoder"),
 }
 HEAVY = {"torch", "transformers", "tokenizers", "safetensors"}
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

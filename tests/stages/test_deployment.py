@@ -30,7 +30,7 @@ def test_defaults_give_every_stage_a_configuration() -> None:
     deployment = load_deployment(PIPELINE)
     assert set(deployment.encoders) == {"vision"}
     assert set(deployment.lms) == {"thinker"}
-    assert deployment.edge("vision", "thinker").capacity == 64
+    assert deployment.edge("vision", "thinker").capacity == 256
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
