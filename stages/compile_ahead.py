@@ -15,12 +15,16 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
+import lm_engine
 from lm_engine.gpu_target import GpuTarget, assuming
 from lm_engine.parallel import OneRank
+from model_families.checkpoint import CONFIG_FILE
 from stages.deployment import LMConfig, stage_of, step_bounds
 from stages.planning import Plan
 from stages.prctl import die_with, set_process_name
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENGINE = Path(lm_engine.__path__[0])
 NICENESS = 5  # the worker, which loads weights meanwhile, goes first
 _NUMBER = struct.Struct("H")  # read whole: all of them are in the pipe before anyone reads
 _MAX_LAUNCHES = (1 << 15) // _NUMBER.size  # half of what a pipe holds
@@ -38,10 +43,11 @@ _MAX_LAUNCHES = (1 << 15) // _NUMBER.size  # half of what a pipe holds
 class Compilation:
     """What `start_compiling` started."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, code: int | None = None) -> None:
+        """`code`: what it ended with, if it has."""
         self._pid = pid
         self._lock = threading.Lock()
-        self._code: int | None = None
+        self._code = code
 
     def __call__(self) -> bool:
         """Whether all kernels are in the cache. From any thread; at once when it has ended."""
@@ -61,8 +67,32 @@ def start_compiling(plan: Plan, stages: Sequence[str], num_processes: int) -> Co
     touched = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not names or touched or threading.active_count() > 1:
         return None
-    pid = _fork("compiling", lambda: _list_and_compile(plan, names, targets, num_processes))
-    return Compilation(pid)
+    stamp = _stamp(plan, names, targets)
+    if stamp.exists():
+        return Compilation(0, code=0)
+
+    def compile_all() -> None:
+        _list_and_compile(plan, names, targets, num_processes)
+        stamp.touch()
+
+    return Compilation(_fork("compiling", compile_all))
+
+
+def _stamp(plan: Plan, names: Sequence[str], targets: dict[str, GpuTarget]) -> Path:
+    """A file in Triton's cache that says that this has been compiled there: by the same sources, for the same
+    stages. Saves a start the seconds of finding out, kernel by kernel."""
+    import triton
+
+    digest = xxhash.xxh3_128(f"{triton.__version__} {torch.__version__} {sorted(targets.items())}".encode())
+    for path in sorted(ENGINE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    digest.update((plan.folder / CONFIG_FILE).read_bytes())
+    for name in names:
+        stage, config = plan.stage(name), plan.deployment.lms[name]
+        digest.update(f"{name} {stage.dtype} {plan.contexts[name]} {config}".encode())
+    for variable in sorted(name for name in os.environ if name.startswith("TRITON_")):
+        digest.update(f"{variable}={os.environ[variable]}".encode())
+    return Path(triton.knobs.cache.dir) / f"omnistage-{digest.hexdigest()}"
 
 
 def _compiles(plan: Plan, name: str, targets: dict[str, GpuTarget]) -> bool:

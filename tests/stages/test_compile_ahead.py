@@ -23,8 +23,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from msgspec import structs
+
 from lm_engine.gpu_target import GpuTarget
 from lm_engine.triton.ahead import compile_only
+from stages import compile_ahead
 from stages.compile_ahead import launches_of, start_compiling
 from stages.options import ServeOptions
 from stages.planning import make_plan
@@ -39,6 +42,13 @@ compiled = start_compiling(plan, ["thinker"], 2)
 assert compiled is not None
 assert compiled()
 assert compiled(), "the answer stays"
+compile_ahead._list_and_compile = None  # would fail if it were asked again
+again = start_compiling(plan, ["thinker"], 2)
+assert again is not None
+assert again()
+fp8 = structs.replace(plan.deployment.lms["thinker"], kv_dtype="fp8")
+other = replace(plan, deployment=structs.replace(plan.deployment, lms={"thinker": fp8}))
+assert compile_ahead._stamp(other, ["thinker"], {}) != compile_ahead._stamp(plan, ["thinker"], {})
 cubins = set(Path(sys.argv[2]).rglob("*.cubin"))
 launches = launches_of(plan, "thinker", plan.deployment.lms["thinker"], HOPPER)
 assert len(cubins) == len(launches) > 8
