@@ -91,6 +91,7 @@ class Generation:
         event = await self._next_event()
         assert isinstance(event, PromptReady), "PromptReady comes first"
         self.prompt = event
+        self._metrics.accepted_s.observe(time.perf_counter() - self._arrived_at_s)
         self._metrics.prompt_tokens.inc(len(event.prompt_token_ids))
 
     async def next_step(self) -> list[ChoiceDelta]:

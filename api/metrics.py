@@ -120,6 +120,9 @@ class Metrics:
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.accepted_s = histogram(
+            "omnistage:time_to_prompt_seconds", "Arrival to a prompt whose media are known.", _TTFT_S
+        )
         self.ttfa_s = histogram("omnistage:time_to_first_audio_seconds", "Arrival to first sound.", _TTFT_S)
         self.audio_s = counter("omnistage:audio_seconds", "Seconds of speech handed out.")
         self.speech_cut = counter("omnistage:speech_cut", "Spoken answers ended at their bound.")

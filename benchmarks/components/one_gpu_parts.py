@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.components.counted import Counts, between, counted, counted_lines
 from benchmarks.components.one_gpu_table import put
 from benchmarks.components.run_loads import (
     CHAT_HEADER,
@@ -109,11 +110,19 @@ def chat(run: Run, running: Running, deployment: str) -> None:
     rows = []
     for seed, (case, load) in enumerate((QUICK_CASES if run.quick else CHAT_CASES).items()):
         # Of another seed each: what one case has left in the caches is new to the next.
+        before = counted(running)
         report = chat_report(run, running, (*load, "--seed", str(seed)), CHAT_LIMIT_S, case)
         if report is not None:
+            tell_counted(run, f"{deployment}, {case}", between(before, counted(running)))
             rows.append([f"{deployment}, {case}", *chat_cells(report)])
             put_chat(run, f"{deployment}, {case}", case, report)
     run.show(render(["chat", *CHAT_HEADER], rows))
+
+
+def tell_counted(run: Run, name: str, found: Counts) -> None:
+    """Warm-up included."""
+    run.results[f"counted, {name}"] = found
+    run.show("\n  ".join([name, *counted_lines(found)]))
 
 
 def put_chat(run: Run, name: str, case: str, report: Report) -> None:

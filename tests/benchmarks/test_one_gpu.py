@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.components import one_gpu, one_gpu_speech
+from benchmarks.components.counted import between, counted_lines, cpu_seconds, parse_counts
 from benchmarks.components.one_gpu import grouped
 from benchmarks.components.one_gpu_parts import CHAT_CASES, servers_for
 from benchmarks.components.one_gpu_speech import planned_gib, server_of, speech
@@ -229,3 +230,49 @@ def test_a_server_that_cannot_start_leaves_its_logs_and_the_next_part_runs(tmp_p
         assert log is not None
         assert "no config.json" in log.read().decode()
     assert "links, shm, 4 KiB: one way p50, µs" in found["figures"]
+
+
+EXPOSITION = """\
+# TYPE omnistage:stage_step_seconds histogram
+omnistage:stage_step_seconds_bucket{model_name="m",stage="thinker",le="0.1"} 3
+omnistage:stage_step_seconds_sum{model_name="m",stage="thinker"} %s
+omnistage:stage_step_seconds_count{model_name="m",stage="thinker"} %s
+vllm:request_success_total{finished_reason="stop",model_name="m"} 1
+vllm:request_success_total{finished_reason="length",model_name="m"} 2
+omnistage:arena_bytes{model_name="m",stage="preprocess"} 7
+"""
+
+
+def test_what_a_server_counts_of_a_case_is_what_has_grown() -> None:
+    before, after = parse_counts(EXPOSITION % (1.5, 4)), parse_counts(EXPOSITION % (3.75, 13))
+    assert before["request_success_total"] == 3.0
+    found = between(before, after)
+    assert found == {"stage_step_seconds_sum thinker": 2.25, "stage_step_seconds_count thinker": 9.0}
+    assert counted_lines(found) == [
+        "counted by the server, s: stage_step thinker 2.25",
+        "counts: stage_step_seconds_count thinker 9",
+    ]
+
+
+SPIN = """\
+import subprocess, sys, time
+if len(sys.argv) > 1:
+    subprocess.run([sys.executable, "-c", sys.argv[1]])
+else:
+    while time.process_time() < 0.3:
+        pass
+    print(flush=True)
+    input()
+"""
+
+
+def test_processor_time_is_that_of_a_process_and_its_children() -> None:
+    command = [sys.executable, "-c", SPIN, SPIN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = cpu_seconds(process.pid)
+        process.communicate(b"\n")
+    assert len(found) == 2
+    assert sum(found.values()) >= 0.25
+    assert cpu_seconds(process.pid) == {}
