@@ -120,6 +120,7 @@ class StageShell:
         self._wake: asyncio.Event | None = None
         self._last_stats_s = 0.0
         self._busy_s = 0.0  # in steps, without what sending their chunks took
+        self._sending_s = 0.0  # after steps, waiting for credits among it
         self.step_started_s: float | None = None  # monotonic; read by the worker's heartbeat from its thread
         self._cancelled: set[str] = set()  # aborted requests whose chunks may still be in the step being sent
 
@@ -232,8 +233,10 @@ class StageShell:
             self._busy_s += took_s
             if batch.messages:
                 self._emit(batch.messages)
+            sending_since_s = time.monotonic()
             for target, chunks in _by_target(batch.chunks).items():
                 await self._send_all(target, chunks)
+            self._sending_s += time.monotonic() - sending_since_s
             self.step_started_s = None
             self._report_stats(force=False)
             await asyncio.sleep(0)  # lets the pumps run between steps
@@ -289,6 +292,5 @@ class StageShell:
         for source, receiver in self._receivers.items():
             edge = edge_name(source, self.name)
             timings.append(receiver.stats.wait.as_timing("edge_delivery_seconds", edge))
-        return StageStats(
-            self.name, {**self._logic.stats(), "busy_seconds_total": self._busy_s}, edges, tuple(timings)
-        )
+        spent = {"busy_seconds_total": self._busy_s, "sending_seconds_total": self._sending_s}
+        return StageStats(self.name, {**self._logic.stats(), **spent}, edges, tuple(timings))

@@ -73,7 +73,7 @@ class VocoderPool(Generic[S]):
         self._no_frames = torch.empty(0, model.num_code_groups, dtype=torch.int64)
         self._decode_s = 0.0  # a slowly forgetting maximum of a forward's time
         self._frames_in = self._frames_out = self._frames_dropped = 0
-        self._steps = self._rows = self._samples = self._failures = self._underruns = 0
+        self._steps = self._rows = self._packets = self._samples = self._failures = self._underruns = 0
         self._busy_s = self._underrun_s = 0.0
 
     # --- what the shell calls -----------------------------------------------------------------------------
@@ -154,6 +154,7 @@ class VocoderPool(Generic[S]):
             "vocoder_steps_total": self._steps,
             "vocoder_rows_total": self._rows,
             "vocoder_frames_total": self._frames_out,
+            "vocoder_packets_total": self._packets,
             "vocoder_samples_total": self._samples,
             "vocoder_busy_seconds_total": self._busy_s,
             "vocoder_failures_total": self._failures,
@@ -239,6 +240,7 @@ class VocoderPool(Generic[S]):
             silence_s = stream.player.receive(handed.numel() / self._model.sample_rate, self._now_s())
             self._underrun_s += silence_s
             self._underruns += silence_s > 0
+            self._packets += 1
             self._samples += handed.numel()
         last = stream.is_done
         if last:

@@ -189,9 +189,10 @@ def measure(options: argparse.Namespace, found: Figures) -> None:
     print(f"{place}, torch {torch.__version__}")
     started = time.perf_counter()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    vocoder = family.load_vocoder(device, dtype)
+    vocoder = family.load_vocoder(device, getattr(torch, options.vocoder_dtype))
     num_graphs = vocoder.capture_graphs()
-    print(f"vocoder: loaded and {num_graphs} graphs in {time.perf_counter() - started:.1f} s", flush=True)
+    took_s = time.perf_counter() - started
+    print(f"vocoder, {options.vocoder_dtype}: loaded and {num_graphs} graphs in {took_s:.1f} s", flush=True)
     measure_vocoder(vocoder, options, found.vocoder)
     started = time.perf_counter()
     talker = family.load_talker(device, dtype, "auto")
@@ -207,6 +208,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--frames", type=int, default=101)
     parser.add_argument("--chunks", nargs="*", default=CHUNKS, metavar="ROWSxFRAMES")
+    precisions = ("float32", "bfloat16")
+    parser.add_argument("--vocoder-dtype", choices=precisions, default="float32", help="default: as served")
     parser.add_argument("--trace", type=int, nargs="*", default=[])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -37,6 +37,14 @@ SPOKEN_S = "server.max_speech_s=8.08"  # 101 frames
 START_LIMIT_S, AGAIN_LIMIT_S = 150.0, 100.0
 # Leaves room for a talker and a vocoder of another process.
 BOUNDED = ("thinker.memory=66GiB", "thinker.max_context=8192", "talker.memory=16GiB")
+# Workers of the file, and what they are tried against.
+TOGETHER = 'name = "answers"\nstages = ["talker", "vocoder", "thinker"]'
+APART = """name = "thinker"
+stages = ["thinker"]
+
+[[worker]]
+name = "speech"
+stages = ["talker", "vocoder"]"""
 DUMPS = "dumps"
 SIZE = re.compile(r"([\d.]+) ([GM])iB")
 
@@ -61,14 +69,21 @@ def debugging(run: Run) -> dict[str, str]:
     }
 
 
-def server_of(run: Run, name: str, *sets: str, env: dict[str, str] | None = None) -> Server:
+def server_of(
+    run: Run,
+    name: str,
+    *sets: str,
+    env: dict[str, str] | None = None,
+    replace: tuple[str, str] | None = None,
+) -> Server:
     """With a cache of kernels that only these servers share. A worker that dies is not started again: the
     server ends, which is seen at once."""
     spoken = "server.max_speech_s=1" if run.quick else SPOKEN_S
     cache = {"TRITON_CACHE_DIR": str(run.work / "triton-speech")}
     # One that comes as another leaves finds a place beside 63 others.
     sets = (spoken, "server.max_restarts=0", "vocoder.max_streams=72", *sets)
-    return Server(name, SPEECH_MODEL, FILE, sets=sets, env=tuple((cache | (env or {})).items()))
+    env = cache | (env or {})
+    return Server(name, SPEECH_MODEL, FILE, sets=sets, env=tuple(env.items()), replace=replace)
 
 
 def speech(run: Run) -> None:
@@ -86,6 +101,22 @@ def speech(run: Run) -> None:
             run.fail("speech: the server does not answer any more")
             run.show(tail(run.log(server.name), 25))
         localise(run, died=broke or started[0].ended is not None)
+
+
+def placements(run: Run) -> None:
+    """What the file has chosen otherwise: the language model in a process of its own, whose kernels then take
+    turns with those of the others; and a vocoder of half the precision."""
+    others = [
+        server_of(run, "speech, thinker apart", replace=(TOGETHER, APART)),
+        server_of(run, "speech, vocoder of bfloat16", "vocoder.dtype=bfloat16"),
+    ]
+    for server in others:
+        with servers(run, [server], limit_s=START_LIMIT_S) as there:
+            for running in there.values():
+                put(run, f"{server.name}: start to ready, s", running.ready_s)
+                try_part(
+                    run, server.name, partial(measure, run, running, QUICK_CASES if run.quick else CASES)
+                )
 
 
 # --- a server that speaks -----------------------------------------------------------------------------------

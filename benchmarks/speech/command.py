@@ -8,7 +8,8 @@ JSON, version `omnistage.bench.speech/1`: `environment`, `server`, what was aske
     underrun_ms       how long that player stood still in all
     audio_s_per_s     seconds of speech of all requests over the seconds that all of them took
     server_s          seconds that the server itself counted meanwhile, by stage and edge, where it counts
-    them
+                      them
+    server_counts     how often; and steps, rows, frames, packets, chunks: what each of them held
 
 With `--transformers FOLDER` the same is then measured of that checkpoint by `transformers` (`rival`).
 """
@@ -33,7 +34,7 @@ from benchmarks.rivals.transformers_serve import exit_on_sigterm
 from benchmarks.samples import Summary, summarize
 from benchmarks.speech.listen import Heard, Kind, listen
 from benchmarks.speech.playback import Playback, play
-from benchmarks.speech.stage_seconds import counted_seconds, seconds_between
+from benchmarks.speech.stage_seconds import counted, increase
 from benchmarks.text_table import number, render
 from benchmarks.wire.clock import Clock, MonotonicClock
 from benchmarks.wire.connection import HttpPool
@@ -68,6 +69,7 @@ class SpeechReport(msgspec.Struct, frozen=True, kw_only=True):
     rtf: Summary | None
     underrun_ms: Summary | None
     server_s: dict[str, float] = {}
+    server_counts: dict[str, float] = {}
     rival: SpeechReport | None = None
 
     @property
@@ -144,15 +146,19 @@ async def _measure(
         warm_up = await listen(pool, options.kind, bodies[0], args.timeout)  # is not counted
         if warm_up.failure is not None:
             print(f"warning: {pool.url} answered: {warm_up.failure.detail}", file=sys.stderr)
-        before = await counted_seconds(pool)
+        before = await counted(pool)
         started_s = clock.now()
         heard = await listen_all(pool, options, bodies[1:], args.timeout)
         wall_s = clock.now() - started_s
-        after = await counted_seconds(pool)
+        after = await counted(pool)
     finally:
         pool.close()
     report = report_of(heard, wall_s, options, server, describe_environment(command))
-    return msgspec.structs.replace(report, server_s=seconds_between(before, after))
+    return msgspec.structs.replace(
+        report,
+        server_s=increase(before.seconds, after.seconds),
+        server_counts=increase(before.counts, after.counts),
+    )
 
 
 async def listen_all(
@@ -248,10 +254,12 @@ def format_report(report: SpeechReport) -> str:
 
 
 def _server_lines(report: SpeechReport) -> list[str]:
-    if not report.server_s:
-        return []
-    counted = ", ".join(f"{name} {number(seconds)}" for name, seconds in report.server_s.items())
-    return [f"counted by the server, s: {counted}"]
+    lines = []
+    for what, found in (("s", report.server_s), ("times", report.server_counts)):
+        if found:
+            counts = ", ".join(f"{name} {number(value)}" for name, value in found.items())
+            lines.append(f"counted by the server, {what}: {counts}")
+    return lines
 
 
 def _cells(summary: Summary | None) -> list[str]:

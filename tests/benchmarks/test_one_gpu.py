@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.components import one_gpu, one_gpu_speech
 from benchmarks.components.counted import between, counted_lines, cpu_seconds, parse_counts
 from benchmarks.components.one_gpu import grouped
 from benchmarks.components.one_gpu_parts import CHAT_CASES, servers_for
-from benchmarks.components.one_gpu_speech import planned_gib, server_of, speech
+from benchmarks.components.one_gpu_speech import placements, planned_gib, server_of, speech
 from benchmarks.components.one_gpu_table import GOALS, Goal, put, table_of
 from benchmarks.components.run_processes import ROOT, Run
 from benchmarks.components.run_servers import CHAT_MODEL, DEPLOYMENTS, SPEECH_MODEL, Running, Server
@@ -163,6 +164,26 @@ def test_one_that_breaks_while_it_is_measured_is_looked_into(looked_into) -> Non
     tried, _, run = looked_into(None, None, answers=False)
     assert dict(tried[1].env)["CUDA_LAUNCH_BLOCKING"] == "1"
     assert run.failures == ["speech: the server does not answer any more"]
+
+
+def test_what_the_file_has_not_chosen_is_measured_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, measured = Servers(None, None), list[str]()
+    monkeypatch.setattr(one_gpu_speech, "servers", fake)
+    monkeypatch.setattr(
+        one_gpu_speech, "measure", lambda run, running, cases: measured.append(running.server.name)
+    )
+    run = run_in(tmp_path)
+    placements(run)
+    assert [server.name for server in fake.tried] == measured
+    assert not run.failures
+    apart, precise = fake.tried
+    assert apart.replace is not None
+    file = DEPLOYMENTS / str(apart.deployment)
+    workers = tomllib.loads(file.read_text().replace(*apart.replace))["worker"]
+    assert [worker["stages"] for worker in workers][1:] == [["thinker"], ["talker", "vocoder"]]
+    assert "vocoder.dtype=bfloat16" in precise.sets
 
 
 # --- the command --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from benchmarks.rivals.transformers_omni import Speaker, _handler
 from benchmarks.speech import command
 from benchmarks.speech.command import SpeechReport, main
 from benchmarks.speech.playback import Packet, play
-from benchmarks.speech.stage_seconds import parse_seconds, seconds_between
+from benchmarks.speech.stage_seconds import increase, parse_counts, parse_seconds
 from contracts.errors import EngineError
 from tests.api.serving import running
 from tests.api.spoken_fakes import SAMPLE_RATE, SpeakingService, SpeechScript
@@ -119,10 +119,16 @@ def test_seconds_are_those_of_the_run_by_stage_and_edge() -> None:
         'omnistage:edge_delivery_seconds_sum{model_name="m",stage="talker->vocoder"} %s\n'
         'omnistage:audio_seconds_total{model_name="m"} 9.0\nvllm:other_seconds_total{stage="x"} 1.0\n'
     )
+    text += (
+        'omnistage:frames_total{model_name="m",stage="talker"} 7.0\n'
+        'omnistage:stage_step_seconds_count{model_name="m",stage="talker"} 3.0\n'
+        'omnistage:stage_step_seconds_bucket{le="0.1",model_name="m",stage="talker"} 2.0\n'
+    )
     before, after = parse_seconds(text % (1.5, 2.0)), parse_seconds(text % (4.0, 2.0))
     assert before == {"talker busy": 1.5, "talker->vocoder edge delivery": 2.0}
-    assert seconds_between(before, after) == {"talker busy": 2.5}
-    assert seconds_between({}, after) == after
+    assert increase(before, after) == {"talker busy": 2.5}
+    assert increase({}, after) == after
+    assert parse_counts(text % (1.5, 2.0)) == {"talker frames": 7.0, "talker stage step": 3.0}
 
 
 class _Whole:
