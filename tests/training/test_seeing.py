@@ -22,7 +22,7 @@ from model_families.vision.patchify import Patchifier
 from tests.tiny_models import build_tokenizer, randomise, reference_model, reference_tokenizer
 from training.seeing import checkpoints
 from training.seeing.batches import Batch, DataConfig, HeldOut, Training, pack
-from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Words, single, talk
+from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Row, Words, single, talk
 from training.seeing.decoder import Decoder
 from training.seeing.export import tower_tensors
 from training.seeing.model import Seeing
@@ -169,6 +169,25 @@ def test_rows_are_the_chat_template(checkpoint):
         (place, place + r, place + c) for r in (0, 1) for c in (0, 1, 2)
     ]
     assert row.positions[place + 6] == (place + 3,) * 3
+
+
+@pytest.mark.parametrize("text_first", [False, True])
+def test_rows_of_two_pictures_are_the_chat_template(checkpoint, text_first):
+    words = Words(checkpoint)
+    row = Row(words, (2, 3))
+    row.say((*words.opened("system"), *words.encode(DEFAULT_SYSTEM), *words.closed()))
+    row.exchange(Exchange("two_pictures", "Which is red?", "The first."), 2, text_first=text_first)
+    question = {"type": "text", "text": "Which is red?"}
+    shown = [{"type": "image"}, {"type": "image"}]
+    messages = [
+        {"role": "user", "content": [question, *shown] if text_first else [*shown, question]},
+        {"role": "assistant", "content": "The first."},
+    ]
+    tokenizer = reference_tokenizer(checkpoint)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "Picture 2: " in text
+    expected = tokenizer.encode(text.replace("<|image_pad|>", "<|image_pad|>" * 6), add_special_tokens=False)
+    assert row.ids == expected
 
 
 def test_a_word_is_answered_letter_by_letter(checkpoint):

@@ -110,7 +110,9 @@ class Row:
             self.say((words._start, *words.encode(f"user\n{exchange.question}")))
         else:
             self.say(words.opened("user"))
-        for _ in range(pictures):
+        for number in range(1, pictures + 1):
+            if pictures > 1:  # as the chat template does
+                self.say(words.encode(f"Picture {number}: "))
             self.show()
         if not text_first:
             self.say(words.encode(exchange.question))

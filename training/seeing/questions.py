@@ -400,9 +400,9 @@ def _difference(first: Scene, second: Scene, rng: random.Random) -> Exchange | N
 _ASKERS: dict[str, tuple[tuple[Asker, str], ...]] = {
     "things": (
         *[(_colour, "colour")] * 4,
-        *[(_shape, "shape")] * 3,
-        *[(_count, "count")] * 5,
-        *[(_position, "position")] * 6,
+        *[(_shape, "shape")] * 4,
+        *[(_count, "count")] * 7,
+        *[(_position, "position")] * 7,
         *[(_presence, "presence")] * 2,
         *[(_describe, "describe")] * 3,
         *[(_absent, "unknown")] * 2,
