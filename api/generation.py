@@ -141,7 +141,7 @@ class Generation:
             if delta.visible:
                 step.append(ChoiceDelta(self._first_choice + sample_delta.sample, delta))
         if num_tokens:
-            self._metrics.generation_tokens.inc(num_tokens)
+            self._metrics.per_token.generated(num_tokens)
         return step
 
     def _push(self, sample_delta: SampleDelta, now_s: float) -> TextDelta:
@@ -150,7 +150,7 @@ class Generation:
         if delta.num_tokens:
             last_s = self._last_token_at_s[index]
             if last_s is not None:
-                self._metrics.itl_s.observe(now_s - last_s)
+                self._metrics.per_token.between_tokens(now_s - last_s)
             self._last_token_at_s[index] = now_s
         if delta.finish is not None:
             self._num_open -= 1

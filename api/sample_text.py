@@ -54,6 +54,7 @@ class SampleText:
         self._options = options
         self._detokenizer = Detokenizer(table, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStrings(options.stops, include_in_output=options.include_stop_in_output)
+        self._plain = not options.stops and options.logprobs is None  # no token is looked at by itself
         self._scored: list[ScoredToken] = []  # not yet released: their text is held back
         self._num_decoded_chars = 0
         self._num_sent_chars = 0
@@ -79,6 +80,12 @@ class SampleText:
         return TextDelta(text, self._release(), finish, reason, self.num_tokens - before)
 
     def _consume(self, delta: SampleDelta) -> tuple[str, str | None]:
+        if self._plain and delta.stop_token_id is None:
+            self.num_tokens += len(delta.token_ids)
+            bytes_of = self._detokenizer.bytes_of
+            text = self._detokenizer.push(b"".join([bytes_of(token_id) for token_id in delta.token_ids]))
+            self._num_decoded_chars += len(text)
+            return text, None
         hidden_end = delta.stop_token_id is not None and not self._options.include_stop_in_output
         num_visible = len(delta.token_ids) - hidden_end
         assert num_visible >= 0, "stop_token_id is the last of token_ids"
@@ -120,6 +127,8 @@ class SampleText:
 
     def _release(self) -> tuple[ScoredToken, ...]:
         """Scored tokens whose text has gone out; of a cut text those beyond the cut never will."""
+        if not self._scored:
+            return ()
         count = 0
         while count < len(self._scored) and self._scored[count].offset < self._num_sent_chars:
             count += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import xxhash
 
 from contracts.digests import ContentDigest
@@ -37,8 +36,7 @@ def find_placeholders(
 
     Raises BadRequest when placeholders and items do not match in kind and number.
     """
-    ids_T = np.array(token_ids, dtype=np.int64)
-    places = np.flatnonzero(np.isin(ids_T, list(modality_of))).tolist()
+    places = [place for place, token_id in enumerate(token_ids) if token_id in modality_of]
     own = [index for index, item in enumerate(items) if not item.of_video]
     if len(places) != len(own):
         raise BadRequest(

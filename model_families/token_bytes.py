@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Literal
 
 from tokenizers import Tokenizer
 
 Spelling = Literal["byte_level", "byte_fallback", "plain"]
 
+NUM_KNOWN = 1 << 15
 _SPACE = "▁"  # SentencePiece's word boundary
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
@@ -21,8 +23,12 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         self._spelling = _spelling(tokenizer)
+        self._known = lru_cache(NUM_KNOWN)(self._look_up)  # each token of every answer is asked for
 
     def __getitem__(self, token_id: int) -> bytes:
+        return self._known(token_id)
+
+    def _look_up(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)

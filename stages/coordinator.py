@@ -269,9 +269,11 @@ class Coordinator:
 
     def _generated(self, attempt: Attempt, message: Generated) -> None:
         request = attempt.request
-        attempt.asked_items.clear()
-        self._choice.encoders_done(attempt)
-        self._media.release_unread(request)
+        if attempt.asked_items or not attempt.tokens_flow:
+            attempt.tokens_flow = True
+            attempt.asked_items.clear()
+            self._choice.encoders_done(attempt)
+            self._media.release_unread(request)
         deltas = request.take(message.deltas)
         cached = None if request.cached_tokens_told else message.num_cached_tokens
         request.cached_tokens_told |= cached is not None

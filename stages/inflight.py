@@ -158,6 +158,7 @@ class Attempt:
     features_in_use: dict[int, int] = field(default_factory=dict)  # item → Encodes that may still read it
     unacknowledged: set[str] = field(default_factory=set)  # stages told to forget it
     still_to_tell: list[str] = field(default_factory=list)  # ditto, told one after the other, in this order
+    tokens_flow: bool = False
     withdrawn: bool = False
 
     @property

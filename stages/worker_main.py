@@ -4,6 +4,7 @@ ZMQ."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ import torch
 import zmq
 import zmq.asyncio
 
-from contracts.messages import FromStage
+from contracts.messages import FromStage, StageReady
 from stages.compile_ahead import start_compiling
 from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
 from stages.deployment import num_cores
@@ -89,7 +90,10 @@ class _Worker:
 
     async def _send_all(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            await socket.send(encode(FromWorker(await self._outbox.drain())))
+            messages = await self._outbox.drain()
+            if any(isinstance(message, StageReady) for message in messages):
+                gc.freeze()  # what a stage is made of stays, and need not be looked through again
+            await socket.send(encode(FromWorker(messages)))
 
     async def _beat(self, socket: zmq.asyncio.Socket) -> None:
         while True:
