@@ -1,6 +1,7 @@
 """Everything that one GPU is for, measured in one run.
 
-    python -m benchmarks.components.one_gpu --out DIR [--only speech,tests,decode,chat,start,alone,links]
+    python -m benchmarks.components.one_gpu --out DIR
+        [--only speech,tests,decode,chat,start,alone,kernels,links]
 
 `--only` also takes placements: spoken answers as the deployment's file has not chosen.
 
@@ -19,7 +20,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.components.one_gpu_parts import alone, chat, decode, links, servers_for, start, with_name
+from benchmarks.components.one_gpu_parts import (
+    alone,
+    chat,
+    decode,
+    kernels,
+    links,
+    servers_for,
+    start,
+    with_name,
+)
 from benchmarks.components.one_gpu_speech import placements, speech
 from benchmarks.components.one_gpu_table import table_of
 from benchmarks.components.requirements import complaint
@@ -48,9 +58,10 @@ BY_ITSELF: dict[str, Callable[[Run], None]] = {
     "placements": placements,
     "start": start,
     "alone": alone,
+    "kernels": kernels,
     "links": links,
 }
-PARTS = ("speech", "tests", "decode", "chat", "start", "alone", "links")
+PARTS = ("speech", "tests", "decode", "chat", "start", "alone", "kernels", "links")
 ASKED_FOR = (*PARTS, "placements")
 TAKES_S = {
     "speech": 150,
@@ -60,10 +71,11 @@ TAKES_S = {
     "chat": 110,
     "start": 80,
     "alone": 120,
+    "kernels": 50,
     "links": 30,
 }
 WORTH_BEGINNING = 0.5  # with so much of that left
-LIMITS_S = {"speech": 300, "placements": 300, "start": 120, "alone": 200, "links": 60}
+LIMITS_S = {"speech": 300, "placements": 300, "start": 120, "alone": 200, "kernels": 90, "links": 60}
 USE = {CHAT_MODEL: {"decode", "chat", "start", "alone"}, SPEECH_MODEL: {"speech", "placements", "alone"}}
 TESTS_LIMIT_S = 100.0  # once the servers that they began beside are ready
 DEFAULTS_NEED_S = 60.0  # chat once more, with the defaults: only if nothing else is lost by it

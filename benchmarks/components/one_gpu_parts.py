@@ -194,6 +194,13 @@ def alone_speech(run: Run) -> None:
             put(run, "alone, vocoder: 16 frames of 16, ms", one["decode_ms"])
 
 
+def kernels(run: Run) -> None:
+    """After what is measured alone, which has compiled most of them."""
+    found = component(run, "gpu_kernels", *(("--quick",) if run.quick else ()), limit_s=90)
+    for one in found["kernels"] if found else ():
+        put(run, f"kernels, {one['name']}: us", one["time_us"], one["floor_us"])
+
+
 # --- edges --------------------------------------------------------------------------------------------------
 def links(run: Run) -> None:
     """Two processes of one GPU."""

@@ -45,6 +45,7 @@ def test_parts_that_share_servers_go_together_where_they_follow_one_another() ->
         ["tests", "decode", "chat"],
         ["start"],
         ["alone"],
+        ["kernels"],
         ["links"],
     ]
     assert grouped(["tests", "speech", "chat", "tests"]) == [["tests"], ["speech"], ["chat", "tests"]]
@@ -234,7 +235,7 @@ def test_every_part_runs_with_tiny_models(tmp_path: Path, tiny, speaker: Path) -
         "defaults, one image",
     )
     begun += ("start, cold: first", "start, warm: first", "alone, decode", "alone, encoder", "alone, talker")
-    for start in (*begun, "links"):
+    for start in (*begun, "kernels, head", "links"):
         assert [n for n, one in found["figures"].items() if n.startswith(start) and one["value"]], start
 
 

@@ -1,0 +1,320 @@
+"""The Triton kernels at a model's shapes, each as launches that read other memory every time, with what it
+must read, write and compute at the least.
+
+Shapes: M rows, T tokens, H hidden, I intermediate, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lm_engine.attention.triton import TritonAttention
+from lm_engine.layers.kernels import DecoderLayer, ExpertWeights, HeadShape
+from lm_engine.layers.mlp import DenseMlp
+from lm_engine.memory import allocate_kv
+from lm_engine.model import AttentionMetadata, DecoderConfig, KVDtype, PagedKV, RopeConfig
+from lm_engine.request_table import RequestTable
+from lm_engine.triton.decode import DecodePass
+from lm_engine.triton.experts import TritonExperts
+from lm_engine.triton.kernels import TritonKernels
+from lm_engine.triton.launch import has_fp8, without_prefetch
+from lm_engine.triton.linear import Norm, TritonLinear, make_arrivals
+from lm_engine.triton.step import DecodeBuffers, draw
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of the decoder of a vision model, and of a sparse one's experts. `cold_bytes`: what the launches of a
+    case read together at least, so that none finds its memory in a cache."""
+
+    hidden: int = 2048
+    intermediate: int = 11008
+    num_heads: int = 16
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    vocabulary: int = 151936
+    num_experts: int = 128
+    num_chosen: int = 8
+    expert_width: int = 768
+    rows: tuple[int, ...] = (1, 32)  # of decode steps
+    tokens: int = 2048  # of a mixed step, in four sequences
+    context: int = 519
+    block_size: int = 16
+    num_layers: int = 4  # of whole layers
+    cold_bytes: int = 256 << 20
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+
+TINY = Shapes(64, 96, 4, 2, 16, 200, 4, 2, 32, (1, 2), 8, 20, 16, 2, 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`runs` follow one another; each moves `num_bytes` and computes `num_operations`. `around`: holds while
+    they are launched. Whole layers come with and without asking for weights ahead."""
+
+    name: str
+    runs: list[Callable[[], object]]
+    num_bytes: int
+    num_operations: int = 0
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Bench:
+    """Makes cases; the memory of one is given back with it."""
+
+    def __init__(self, shapes: Shapes, device: torch.device, dtype: torch.dtype) -> None:
+        self.shapes, self.device, self.dtype = shapes, device, dtype
+        self.arrivals = make_arrivals(device)
+        self.kernels = TritonKernels(device)
+
+    def cases(self) -> Iterator[Case]:
+        for rows in self.shapes.rows:
+            yield from self.linears(rows)
+            for kv_dtype in ("auto", "fp8") if has_fp8(self.device) else ("auto",):
+                yield self.decode_attention(rows, kv_dtype)
+            yield self.experts(rows)
+            yield self.sampling(rows)
+            yield self.norm(rows)
+            yield from self.layers(rows)
+        yield self.norm(self.shapes.tokens)
+        yield self.gate()
+        yield self.rotation()
+        yield self.mixed_attention()
+
+    # --- parts ----------------------------------------------------------------------------------------------
+
+    def normal(self, *shape: int, scale: float = 0.02) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype).mul_(scale)
+
+    def linear(self, outputs: int, inputs: int, *, float32: bool = False, bias: bool = False) -> TritonLinear:
+        bias_O = self.normal(outputs) if bias else None
+        return TritonLinear(self.normal(outputs, inputs), bias_O, float32, self.arrivals)
+
+    def copies(self, num_bytes: int) -> int:
+        return max(2, -(-self.shapes.cold_bytes // num_bytes))
+
+    def linears(self, rows: int) -> Iterator[Case]:
+        s = self.shapes
+        widths = {
+            "qkv": (s.heads.width, s.hidden, False),
+            "output": (s.hidden, s.num_heads * s.head_dim, False),
+            "gate_up": (2 * s.intermediate, s.hidden, True),
+            "down": (s.hidden, s.intermediate, False),
+            "head": (s.vocabulary, s.hidden, False),
+        }
+        for name, (outputs, inputs, gated) in widths.items():
+            size = outputs * inputs * self.dtype.itemsize
+            x_MI, float32 = self.normal(rows, inputs, scale=1.0), name == "head"
+            all_of_them = [
+                self.linear(outputs, inputs, float32=float32, bias=name == "qkv")
+                for _ in range(self.copies(size))
+            ]
+            norm = Norm(self.normal(inputs), EPS) if rows == 1 and name in ("qkv", "gate_up") else None
+            residual_MO = self.normal(rows, outputs) if name in ("output", "down") else None
+            runs = [_fused(one, x_MI, norm, residual_MO, gated) for one in all_of_them]
+            yield Case(f"{name}, {rows} rows", runs, size, 2 * rows * outputs * inputs)
+
+    def cache(self, sequences: int, context: int, layers: int, kv_dtype: KVDtype) -> PagedKV:
+        s = self.shapes
+        config = DecoderConfig(
+            vocab_size=s.vocabulary,
+            hidden_size=s.hidden,
+            intermediate_size=s.intermediate,
+            num_layers=layers,
+            num_heads=s.num_heads,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            rms_norm_eps=EPS,
+            rope=RopeConfig(1e6, (1.0,) * (s.head_dim // 2)),
+            max_position=4096,
+        )
+        num_blocks = 1 + sequences * -(-context // s.block_size)
+        return allocate_kv(config, num_blocks, s.block_size, self.dtype, self.device, kv_dtype)
+
+    def metadata(self, sequences: int, context: int, queries: int) -> AttentionMetadata:
+        """Sequences of `context` tokens, the last `queries` of which are computed."""
+        blocks = -(-context // self.shapes.block_size)
+        tables = 1 + torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
+        last = torch.arange(context - queries, context)
+        slots = tables[:, last // self.shapes.block_size].long() * self.shapes.block_size
+        slots += last % self.shapes.block_size
+        return AttentionMetadata(
+            query_starts=torch.arange(sequences + 1, dtype=torch.int32, device=self.device) * queries,
+            sequence_lengths=torch.full((sequences,), context, dtype=torch.int32, device=self.device),
+            block_tables=tables.to(self.device),
+            slot_mapping=slots.flatten().to(self.device),
+            max_query_length=queries,
+            max_sequence_length=context,
+            host_query_starts=(),
+            host_sequence_lengths=(),
+        )
+
+    def angles(self, tokens: int) -> Tensor:
+        return torch.rand(tokens, self.shapes.head_dim // 2, device=self.device)
+
+    def kv_bytes(self, tokens: int, kv_dtype: KVDtype) -> int:
+        s = self.shapes
+        a_head = s.head_dim + 1 if kv_dtype == "fp8" else s.head_dim * self.dtype.itemsize
+        return 2 * tokens * s.num_kv_heads * a_head
+
+    # --- attention ------------------------------------------------------------------------------------------
+
+    def decode_attention(self, rows: int, kv_dtype: KVDtype) -> Case:
+        s, attention = self.shapes, TritonAttention(self.device)
+        num_bytes = self.kv_bytes(rows * s.context, kv_dtype)
+        layers = min(self.copies(num_bytes), 64)
+        kv, metadata = self.cache(rows, s.context, layers, kv_dtype), self.metadata(rows, s.context, 1)
+        qkv_MX, angles_MP = self.normal(rows, s.heads.width, scale=1.0), self.angles(rows)
+
+        def run(layer: int) -> Callable[[], object]:
+            return lambda: attention.rotate_and_attend(
+                qkv_MX, s.heads, angles_MP, angles_MP, None, kv, layer, metadata
+            )
+
+        operations = 4 * rows * s.context * s.num_heads * s.head_dim
+        kind = "" if kv_dtype == "auto" else f" of {kv_dtype}"
+        return Case(
+            f"decode attention{kind}, {rows} rows", [run(i) for i in range(layers)], num_bytes, operations
+        )
+
+    def mixed_attention(self) -> Case:
+        s, attention, sequences = self.shapes, TritonAttention(self.device), 4
+        length = s.tokens // sequences
+        kv, metadata = self.cache(sequences, length, 2, "auto"), self.metadata(sequences, length, length)
+        q_TND = self.normal(s.tokens, s.num_heads, s.head_dim, scale=1.0)
+        k_TGD = self.normal(s.tokens, s.num_kv_heads, s.head_dim, scale=1.0)
+
+        def run(layer: int) -> Callable[[], object]:
+            return lambda: attention.attend(q_TND, k_TGD, k_TGD, kv, layer, metadata)
+
+        operations = 2 * sequences * length**2 * s.num_heads * s.head_dim  # causal: half of all pairs
+        moved = 2 * q_TND.nbytes + 2 * self.kv_bytes(s.tokens, "auto")
+        return Case(f"mixed attention, {s.tokens} tokens", [run(0), run(1)], moved, operations)
+
+    def rotation(self) -> Case:
+        s, attention = self.shapes, TritonAttention(self.device)
+        qkv_TX, angles_TP = self.normal(s.tokens, s.heads.width), self.angles(s.tokens)
+
+        def run() -> None:
+            attention.rotate(qkv_TX, s.heads, angles_TP, angles_TP, None)
+
+        turned = qkv_TX.nbytes * (s.num_heads + s.num_kv_heads) // (s.num_heads + 2 * s.num_kv_heads)
+        return Case(f"rotation, {s.tokens} tokens", [run, run], 2 * turned + 2 * angles_TP.nbytes)
+
+    # --- the rest -------------------------------------------------------------------------------------------
+
+    def experts(self, rows: int) -> Case:
+        """Routing, both products, and the weighted sum. No two rows choose the same expert while there are
+        others."""
+        s = self.shapes
+        size = 3 * s.hidden * s.expert_width * self.dtype.itemsize
+        chosen = min(s.num_experts, rows * s.num_chosen)
+        made = [self.experts_of_a_layer() for _ in range(min(2, self.copies(chosen * size)))]
+        x_MH, residual_MH = self.normal(rows, s.hidden, scale=1.0), self.normal(rows, s.hidden)
+        first_M1 = torch.arange(rows, device=self.device)[:, None] * s.num_chosen
+        logits_ME = (
+            (torch.arange(s.num_experts, device=self.device) + first_M1).remainder(s.num_experts).float()
+        )
+
+        def run(one: TritonExperts) -> Callable[[], object]:
+            return lambda: one.add_routed(x_MH, logits_ME, s.num_chosen, True, None, residual_MH)
+
+        operations = 6 * rows * s.num_chosen * s.hidden * s.expert_width
+        return Case(f"experts, {rows} rows", [run(one) for one in made], chosen * size, operations)
+
+    def experts_of_a_layer(self) -> TritonExperts:
+        s = self.shapes
+        gate_up = self.normal(s.num_experts, 2 * s.expert_width, s.hidden)
+        down = self.normal(s.num_experts, s.hidden, s.expert_width)
+        few = [ExpertWeights(*one) for one in zip(gate_up[:1], down[:1], strict=True)]
+        return TritonExperts(gate_up, down, self.kernels.pack_experts(few))
+
+    def sampling(self, rows: int) -> Case:
+        s = self.shapes
+        table = RequestTable(
+            vocab_size=s.vocabulary,
+            num_axes=1,
+            max_sequences=rows,
+            max_length=64,
+            block_size=s.block_size,
+            device=self.device,
+        )
+        buffers = DecodeBuffers.allocate(rows, table)
+        buffers.packed_4R[0] = torch.arange(rows)
+        arrivals_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        size = rows * s.vocabulary * 4
+        logits = [
+            torch.randn(rows, s.vocabulary, device=self.device) for _ in range(min(64, self.copies(size)))
+        ]
+        runs = [_drawn(one, buffers, table, arrivals_R) for one in logits]
+        return Case(f"sampling, {rows} rows", runs, size)
+
+    def norm(self, rows: int) -> Case:
+        x_MH, weight_H = self.normal(rows, self.shapes.hidden), self.normal(self.shapes.hidden)
+
+        def run() -> object:
+            return self.kernels.rms_norm(x_MH, weight_H, EPS)
+
+        return Case(f"norm, {rows} rows", [run, run], 2 * x_MH.nbytes)
+
+    def gate(self) -> Case:
+        gate_up_T2I = self.normal(self.shapes.tokens, 2 * self.shapes.intermediate)
+
+        def run() -> object:
+            return self.kernels.silu_mul(gate_up_T2I)
+
+        return Case(f"gate, {self.shapes.tokens} tokens", [run, run], gate_up_T2I.nbytes * 3 // 2)
+
+    # --- whole layers ---------------------------------------------------------------------------------------
+
+    def layers(self, rows: int) -> Iterator[Case]:
+        """A decode step without its ends; a run is all layers, its bytes those of one."""
+        s, attention = self.shapes, TritonAttention(self.device)
+        layers = [self.layer() for _ in range(s.num_layers)]
+        kv, metadata = self.cache(rows, s.context, s.num_layers, "auto"), self.metadata(rows, s.context, 1)
+        residual_MH, angles_MP = self.normal(rows, s.hidden), self.angles(rows)
+        passes = DecodePass(attention)
+
+        def run() -> None:
+            passes.run(layers, residual_MH, s.heads, angles_MP, angles_MP, EPS, kv, metadata)
+
+        width = s.hidden * (s.heads.width + s.num_heads * s.head_dim + 3 * s.intermediate)
+        moved = width * self.dtype.itemsize + self.kv_bytes(rows * s.context, "auto")
+        whole = Case(f"{s.num_layers} layers, {rows} rows", [run], s.num_layers * moved)
+        yield whole
+        yield replace(whole, name=f"{whole.name}, not asking ahead", around=without_prefetch)
+
+    def layer(self) -> DecoderLayer:
+        s = self.shapes
+        gate_up, down = self.linear(2 * s.intermediate, s.hidden), self.linear(s.hidden, s.intermediate)
+        return DecoderLayer(
+            input_norm_H=self.normal(s.hidden),
+            qkv=self.linear(s.heads.width, s.hidden, bias=True),
+            qk_norm=None,
+            output=self.linear(s.hidden, s.num_heads * s.head_dim),
+            post_norm_H=self.normal(s.hidden),
+            mlp=DenseMlp(self.kernels, gate_up, down),
+        )
+
+
+def _fused(
+    one: TritonLinear, x_MI: Tensor, norm: Norm | None, residual_MO: Tensor | None, gated: bool
+) -> Callable[[], object]:
+    return lambda: one.fused(x_MI, norm=norm, residual_MO=residual_MO, gated=gated)
+
+
+def _drawn(
+    logits_RV: Tensor, buffers: DecodeBuffers, table: RequestTable, arrivals_R: Tensor
+) -> Callable[[], object]:
+    return lambda: draw(logits_RV, buffers, table, arrivals_R)
