@@ -2,9 +2,11 @@
 and vocoder pool of one worker, on devices that take no time.
 
 python -m benchmarks.components.speech_host --streams 1 16 64 --frames 101 [--rounds 5] [--profile]
+python -m benchmarks.components.speech_host --streams 64 --talker-ms 6.8 --vocoder-ms 10 --beside 3 15
 
-CPU time of all threads, a frame of all streams at once; the least of the rounds. Ideal is what a device hides
-only if the interpreter is free to launch its next step.
+CPU time of all threads, a frame of all streams at once; the least of the rounds. A device that takes time
+leaves the interpreter to others meanwhile: what is then more than the device's time a frame is the host's.
+`--beside`: another stage in the process that has the interpreter for so many ms of so many.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import pstats
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -37,6 +40,7 @@ from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.model import TalkerConfig, TalkerModel, TalkerPrompt, as_written
 from lm_engine.talker.plan import FramesDrawn, TalkerPlan
 from lm_engine.talker.runner import _collect, _Launched
+from stages.deployment import EdgeConfig
 from stages.local_worker import LocalWorker
 from stages.mailbox import Mailbox
 from stages.options import SWITCH_INTERVAL_S
@@ -105,9 +109,11 @@ class Talker:
 
 
 class Device:
-    """A FrameRunner whose frames are there at once, on a thread of its own as a collector's are."""
+    """A FrameRunner whose frames are there at once, or after `step_s`, on a thread of its own as a
+    collector's are."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
         self._thread = ThreadPoolExecutor(1)
 
     def rows(self, make: Callable[[], Tensor]) -> Future[Tensor]:
@@ -117,6 +123,8 @@ class Device:
         return self._thread.submit(self._draw, plan)
 
     def _draw(self, plan: TalkerPlan) -> FramesDrawn:
+        if self._step_s:
+            time.sleep(self._step_s)
         num_drawn = sum(step.samples for step in plan.sequences)
         drawn_SX = torch.full((num_drawn, NUM_GROUPS + 1), 7)
         return _collect(_Launched(plan.step_id, (drawn_SX,), None))
@@ -137,7 +145,8 @@ class Decoder:
     num_code_groups, codebook_size = NUM_GROUPS, NUM_CODES
     voices: tuple[str, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, decode_s: float) -> None:
+        self._decode_s = decode_s
         self._hum = torch.full((16 * SAMPLES_PER_FRAME,), 0.1)
 
     def open(self, voice: str, seed: int) -> State:
@@ -147,10 +156,12 @@ class Decoder:
         return 0
 
     def decode(self, rows: Sequence[VocoderRow[State]]) -> list[Tensor]:
+        if self._decode_s:
+            time.sleep(self._decode_s)
         return [self._hum[: len(row.codes_KQ) * SAMPLES_PER_FRAME] for row in rows]
 
 
-def make_engine(num_streams: int) -> TalkerEngine:
+def make_engine(num_streams: int, step_s: float) -> TalkerEngine:
     config = EngineConfig(
         num_blocks=1 + num_streams * CONTEXT // BLOCK_SIZE,
         context_length=CONTEXT,
@@ -161,7 +172,7 @@ def make_engine(num_streams: int) -> TalkerEngine:
         overlap=True,
         stage=TALKER,
     )
-    return TalkerEngine(config, cast(TalkerModel, Talker()), Device())
+    return TalkerEngine(config, cast(TalkerModel, Talker()), Device(step_s))
 
 
 @dataclass
@@ -174,15 +185,15 @@ class Round:
 class Listeners:
     """Has the shells speak `num_streams` answers, and counts what they say."""
 
-    def __init__(self, num_streams: int, num_frames: int) -> None:
+    def __init__(self, num_streams: int, num_frames: int, step_s: float, decode_s: float) -> None:
         self._names = [f"stream {index}" for index in range(num_streams)]
         self._num_frames = num_frames
         self._inbox: Mailbox[FromStage] = Mailbox()
         text, texts = inproc_pair(f"{THINKER}->{TALKER}", 64)
-        frames, framed = inproc_pair(f"{TALKER}->{VOCODER}", 64)
+        frames, framed = inproc_pair(f"{TALKER}->{VOCODER}", EdgeConfig(source="", target="").capacity)
         self._text = text
-        talker = TalkerStage(TALKER, VOCODER, lambda: (make_engine(num_streams), ""))
-        model = cast(VocoderModel[State], Decoder())
+        talker = TalkerStage(TALKER, VOCODER, lambda: (make_engine(num_streams, step_s), ""))
+        model = cast(VocoderModel[State], Decoder(decode_s))
         pool = VocoderPool(model, VocoderPoolConfig(), VOCODER)
         vocoder = VocoderStage(VOCODER, lambda: BuiltPool(pool, SAMPLE_RATE, ""))
         put = self._inbox.put_all
@@ -261,8 +272,33 @@ def profiled(run: Callable[[], None]) -> None:
     stats.sort_stats("tottime").print_stats(40)
 
 
-def measure(num_streams: int, num_frames: int, num_rounds: int) -> None:
-    rounds = asyncio.run(Listeners(num_streams, num_frames).run(num_rounds))
+@contextmanager
+def beside(busy_s: float, every_s: float) -> Iterator[None]:
+    """A thread that has the interpreter for so long."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(every_s - busy_s):
+            end_s = time.thread_time() + busy_s
+            while time.thread_time() < end_s:
+                pass
+
+    thread = threading.Thread(target=work)
+    if busy_s:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if busy_s:
+            thread.join()
+
+
+def measure(num_streams: int, options: argparse.Namespace) -> None:
+    num_frames = options.frames
+    listeners = Listeners(num_streams, num_frames, 1e-3 * options.talker_ms, 1e-3 * options.vocoder_ms)
+    with beside(*(1e-3 * part for part in options.beside)):
+        rounds = asyncio.run(listeners.run(options.rounds))
     cpu_ms, wall_ms = (
         1e3 * min(getattr(one, key) for one in rounds) / num_frames for key in ("cpu_s", "wall_s")
     )
@@ -280,6 +316,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--frames", type=int, default=101)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--talker-ms", type=float, default=0.0, help="of its device, a step")
+    parser.add_argument("--vocoder-ms", type=float, default=0.0, help="of its device, a decode")
+    parser.add_argument("--beside", type=float, nargs=2, default=(0.0, 0.0), metavar=("MS", "EVERY_MS"))
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -287,9 +326,9 @@ def main() -> None:
     print("streams   CPU ms a frame   wall ms    CPU us a stream's frame   packets a stream")
     for num_streams in options.streams:
         if options.profile:
-            profiled(partial(measure, num_streams, options.frames, options.rounds))
+            profiled(partial(measure, num_streams, options))
         else:
-            measure(num_streams, options.frames, options.rounds)
+            measure(num_streams, options)
 
 
 if __name__ == "__main__":

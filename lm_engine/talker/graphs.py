@@ -6,7 +6,6 @@ Shapes: R rows of a batch, W width of an input row, H hidden of the talker, Q co
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,9 +38,8 @@ class FrameGraphs(Protocol):
     """Called from one thread, on one stream. What they draw is valid, as int64 [R, Q + 1]: the codes, which
     are in table and frames then, and whether their logits were finite."""
 
-    def frames(self, packed_4R: np.ndarray, rows: Sequence[Tensor]) -> Tensor:
-        """The step of `RequestTable.pack_decodes`, each sequence's last frame fed back. `rows`: [k, W] each,
-        R in all."""
+    def frames(self, packed_4R: np.ndarray, rows_RW: Tensor) -> Tensor:
+        """The step of `RequestTable.pack_decodes`, each sequence's last frame fed back."""
         ...
 
     def draws(self, packed_4R: np.ndarray, hidden_RH: Tensor) -> Tensor:
@@ -135,9 +133,8 @@ class CapturedFrames:
         self._sizes.append(min(table.max_sequences, BATCH_SIZES[-1]))
         self._captured: dict[int, _Captured] = {}
 
-    def frames(self, packed_4R: np.ndarray, rows: Sequence[Tensor]) -> Tensor:
+    def frames(self, packed_4R: np.ndarray, rows_RW: Tensor) -> Tensor:
         num_rows = packed_4R.shape[1]
-        rows_RW = rows[0] if len(rows) == 1 else torch.cat(list(rows))
         assert rows_RW.shape[0] == num_rows
         drawn = []
         for part in self._parts(num_rows):

@@ -32,6 +32,7 @@ from lm_engine.talker.graphs import (
     make_prompt_passes,
 )
 from lm_engine.talker.model import Draw, TalkerModel
+from lm_engine.talker.pieces import rows_of
 from lm_engine.talker.plan import FramesDrawn, RowPiece, TalkerPlan
 from lm_engine.transfer import stream_entry
 
@@ -188,7 +189,7 @@ class TalkerRunner:
         drawn = []
         if frames.sequences:
             packed_4R = self.table.pack_decodes(frames.sequences)
-            drawn.append(self._graphs.frames(packed_4R, [_rows_of(piece) for piece in frames.pieces]))
+            drawn.append(self._graphs.frames(packed_4R, rows_of(frames.pieces, self.model.device)))
         if prompts.sequences:
             inputs = self.table.step_inputs(prompts.sequences)
             hidden_SH = self._forward(prompts, inputs)
@@ -202,7 +203,7 @@ class TalkerRunner:
 
     def _input_rows(self, plan: TalkerPlan) -> Tensor:
         """[T, W]: what arrived, plus the last frame where the step feeds it back."""
-        rows_TW = torch.cat([_rows_of(piece) for piece in plan.pieces])
+        rows_TW = rows_of(plan.pieces, self.model.device)
         if not any(plan.feedback):
             return rows_TW
         counts = np.array([step.num_tokens for step in plan.sequences], dtype=np.int64)
@@ -264,10 +265,6 @@ def split_plan(plan: TalkerPlan) -> tuple[TalkerPlan, TalkerPlan]:
             )
         )
     return parts[0], parts[1]
-
-
-def _rows_of(piece: RowPiece) -> Tensor:
-    return piece.rows.result()[piece.start : piece.start + piece.length]
 
 
 @torch.inference_mode()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from contracts.errors import BadRequest, ContextLengthExceeded, ServiceUnavailable, TooManyRequests
+from lm_engine.talker.pieces import MANY, joined, looked_up, rows_of
+from lm_engine.talker.plan import RowPiece
 from tests.lm_engine.talker.tiny_talker import (
     END,
     GREEDY,
@@ -386,3 +389,20 @@ def test_a_rehearsal_leaves_nothing_behind():
         client.run()
         assert client.engine.is_idle()
     assert [client.answers[str(i)].frames for i in range(3)] == [answer.frames for answer in expected]
+
+
+def test_single_rows_are_looked_up_as_they_are_sliced():
+    made = [Future() for _ in range(3)]
+    for future, length in zip(made, (9, 2, 1), strict=True):
+        future.set_result(torch.randn(length, HIDDEN))
+    rng = random.Random(0)
+    for sources in (made, made[:1]):
+        pieces = []
+        for _ in range(2 * MANY):
+            rows = rng.choice(sources)
+            pieces.append(RowPiece(rows, rng.randrange(len(rows.result())), 1))
+        found = looked_up(pieces, torch.device("cpu"))
+        assert torch.equal(found, joined(pieces))
+        assert torch.equal(rows_of(pieces, torch.device("cpu")), found)
+    whole = [*pieces, RowPiece(made[0], 3, 4)]
+    assert torch.equal(rows_of(whole, torch.device("cpu")), joined(whole))
