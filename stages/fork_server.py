@@ -39,8 +39,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FRONT_SIGNALS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s workers: %(message)s")
-    if GPU_CONTROL.exists() and find_spec("triton") is not None:
-        import lm_engine.triton.ahead  # what workers on GPUs need beside  # noqa: F401
+    if GPU_CONTROL.exists():
+        _import_for_gpus()
     assert threading.active_count() == 1
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     assert not uses_cuda, "a fork of a process that uses CUDA cannot use it"
@@ -50,6 +50,15 @@ def main() -> None:
         worker_main.run(request.setup)
         logging.shutdown()
         os._exit(0)  # the kernel takes everything back at once; torch's own clearing up takes a second
+
+
+def _import_for_gpus() -> None:
+    """What workers on GPUs need beside: Triton, and seconds of torch's compiler, which its attention of
+    packed rows brings along and tensors without values ask for."""
+    import torch.nn.attention.varlen  # noqa: F401
+
+    if find_spec("triton") is not None:
+        import lm_engine.triton.ahead  # noqa: F401
 
 
 class _Server:

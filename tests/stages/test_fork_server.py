@@ -18,7 +18,6 @@ from stages.planning import ROOT
 from stages.worker_processes import FRONT_SIGNALS, ForkServer
 
 IMPORTS = """
-import importlib.util
 import threading
 
 import torch
@@ -29,8 +28,7 @@ def ask(*_, **__):
 for name in ("is_available", "device_count", "get_device_capability", "get_device_properties", "init"):
     setattr(torch.cuda, name, ask)
 import stages.fork_server
-if importlib.util.find_spec("triton"):
-    import lm_engine.triton.ahead  # as it does where there is a GPU
+stages.fork_server._import_for_gpus()
 assert threading.active_count() == 1
 """
 
