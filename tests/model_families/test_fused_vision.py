@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lm_engine.layers.selection import select_kernels
 from model_families.vision.attention import GroupedAttention
-from model_families.vision.fused import FusedBlock, fuse_blocks
+from model_families.vision.fused import GATE_OF_ONE, FusedBlock, fuse_blocks
 from model_families.vision.layers import Block, GatedMlp, Mlp, PackedSelfAttention, gelu_tanh
 from model_families.vision.packing import Segments, pack_grids
 from model_families.vision.rotary import axial_rotation
@@ -45,6 +45,30 @@ def test_a_fused_block_equals_the_plain_one(device: str):
         x, rotation, segments
     )
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    assert torch.equal(x, before)
+
+
+def test_a_column_of_ones_carries_the_bias_exactly():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        gate = torch.tensor(GATE_OF_ONE, dtype=dtype)
+        assert functional.silu(gate) * torch.tensor(1 / GATE_OF_ONE, dtype=dtype) == 1
+
+
+def test_a_block_behind_a_fused_one_adds_to_what_it_was_given():
+    """And the whole is what the plain blocks give; the first one's input is left alone."""
+    kernels = select_kernels("reference", torch.device("cpu"), torch.float32)
+    plain = nn.ModuleList([make_block(), make_block(), make_block(gated=False), make_block()])
+    fused = copy.deepcopy(plain)
+    fuse_blocks(fused, kernels)
+    assert [getattr(block, "_spends_input", None) for block in fused] == [False, True, None, False]
+    grid = pack_grids([(1, 4, 6), (1, 2, 4)], 2)
+    rotation = axial_rotation(grid, WIDTH // HEADS, 10000.0, torch.device("cpu"))
+    segments = Segments(np.asarray(grid.frame_lengths_F), torch.device("cpu"))
+    x = expected = found = torch.randn(32, WIDTH)
+    before = x.clone()
+    for block, other in zip(plain, fused, strict=True):
+        expected, found = block(expected, rotation, segments), other(found, rotation, segments)
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
     assert torch.equal(x, before)
 
 
