@@ -174,8 +174,11 @@ class Code2Wav:
             done += zip(group, carried_BS, strict=True)
             for index, pcm in zip(indices, pcm_rows, strict=True):
                 results[index] = pcm
-        for row, carried_S in done:
-            row.state.carried_S.copy_(carried_S)
+        if done:  # one launch for all: each copy alone takes as long as all
+            torch._foreach_copy_(
+                [row.state.carried_S for row, _ in done], [carried_S for _, carried_S in done]
+            )
+        for row, _ in done:
             row.state.num_frames += row.codes_KQ.shape[0]
         return results
 
