@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contracts.messages import TokenLogprobs
 from lm_engine.alignment import first_positions, smoothed
-from lm_engine.devices import device_thread, enter_device
+from lm_engine.devices import enter_device
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
 from lm_engine.logits_rule import LogitsRule
@@ -106,7 +106,8 @@ class Runner:
         assert not own_stream or kv.hidden is None, "hidden states are handed over in the default stream"
         enter = stream_entry(model.device) if own_stream else partial(enter_device, model.device)
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="runner-launch", initializer=enter)
-        self._collector = device_thread(model.device, "runner-collect")
+        # What is collected without an event (alignments) is ordered by being of the same stream.
+        self._collector = ThreadPoolExecutor(1, thread_name_prefix="runner-collect", initializer=enter)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         launched = self._launcher.submit(self._launch, plan)
