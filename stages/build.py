@@ -182,11 +182,11 @@ def _load(
 ) -> tuple[DecoderModel, PagedKV, KVCapacity]:
     """All ranks measure together, and take what the smallest of them has room for."""
     device = torch.device(plan.device)
+    with _alone_on(plan), _loading(plan, tell):
+        model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
+    check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
+    _wait_for(compiled, plan, tell)  # others may load meanwhile
     with _alone_on(plan):
-        with _loading(plan, tell):
-            model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
-        check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
-        _wait_for(compiled, plan, tell)
         capacity = _kv_capacity(model, config, plan, context_length, tell)
         if parallel is not None:
             capacity = replace(capacity, num_blocks=parallel.smallest(capacity.num_blocks))
