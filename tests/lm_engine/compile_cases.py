@@ -208,6 +208,8 @@ def test_attention(compiled, kv_dtype):
         cos_TP = torch.empty(num_tokens, 64, device=META)
         attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, norm, kv, 0, metadata)
     check(compiled, "decode_attention", "mixed_attention", "rope_heads")
+    for name, kernel in compiled.items():
+        assert "cvt.bf16.f16" not in kernel.asm["ptx"], f"{name} widens one value after the other"
 
 
 def test_mixed_steps_of_all_sizes_share_a_kernel(compiled):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from lm_engine.triton.jit.order import after_predecessors
-from lm_engine.triton.jit.quantised import head_exponent, load_powers, quantise
+from lm_engine.triton.jit.quantised import head_exponent, load_powers, quantise, widen
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def mixed_attention(
         inside_LD = inside_L[:, None] & inside_D[None, :]
         k_LD = tl.load(keys_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
         v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
-        k_LD = k_LD.to(q_MD.dtype)
-        v_LD = v_LD.to(q_MD.dtype)
+        k_LD = widen(k_LD, q_MD.dtype)
+        v_LD = widen(v_LD, q_MD.dtype)
         scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
         if QUANTISED:
             scores_ML *= load_powers(key_exponents_ptr + heads_L, inside_L)[None, :]
@@ -173,10 +173,11 @@ def _load_tile(
     dims_D = tl.arange(0, BLOCK_D)
     inside_LP = inside_L[:, None] & (pairs_P < P)[None, :]
     halves_LP = keys_ptr + places_L[:, None] + pairs_P[None, :]
-    key_a_LP = tl.load(halves_LP, mask=inside_LP, other=0.0).to(DTYPE)
-    key_b_LP = tl.load(halves_LP + P, mask=inside_LP, other=0.0).to(DTYPE)
+    key_a_LP = widen(tl.load(halves_LP, mask=inside_LP, other=0.0), DTYPE)
+    key_b_LP = widen(tl.load(halves_LP + P, mask=inside_LP, other=0.0), DTYPE)
     inside_LD = inside_L[:, None] & (dims_D < D)[None, :]
-    v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0).to(DTYPE)
+    v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
+    v_LD = widen(v_LD, DTYPE)
     key_power_L = tl.full([BLOCK_L], 1.0, tl.float32)
     value_power_L = key_power_L
     if QUANTISED:
