@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contracts.capture import synchronize
-from vocoder.graphs import ForwardGraphs, Record
+from vocoder.graphs import FRAME_SIZES, MAX_FRAMES, ROW_SIZES, ForwardGraphs, Record
 from vocoder.layers import CausalConv, CausalUpsampling, ConvNeXtBlock, Snake, UpsamplingBlock
 from vocoder.model import VocoderRow
 from vocoder.streaming import Level, StateLayout, StreamBatch
@@ -147,8 +147,21 @@ class Code2Wav:
 
     def capture_graphs(self) -> int:
         """Captures all graphs now rather than on first use; returns their number."""
+        if self._graphs is None:
+            return 0
         with torch.cuda.stream(self._stream):
-            return 0 if self._graphs is None else self._graphs.capture_all()
+            num_graphs = self._graphs.capture_all()
+        self._rehearse()
+        return num_graphs
+
+    def _rehearse(self) -> None:
+        """Decodes for nobody: what goes to the graphs and from them has kernels to load and memory of the
+        host to take, on first use."""
+        for num_rows in ROW_SIZES:
+            states = [self.open() for _ in range(num_rows)]
+            for num_frames in (1, min(FRAME_SIZES[-1], MAX_FRAMES // num_rows)):
+                codes_KQ = torch.zeros(num_frames, self.num_code_groups, dtype=torch.int64)
+                self.decode([VocoderRow(state, codes_KQ, last=False) for state in states])
 
     def decode_whole(self, codes_KQ: Tensor) -> Tensor:
         """The PCM of a finished stream, in one piece."""

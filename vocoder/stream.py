@@ -64,8 +64,9 @@ class Stream(Generic[S]):
         assert 1 <= size <= self.num_pending
         parts: list[Tensor] = []
         for chunk in self._chunks:
-            parts.append(chunk[:size])
-            size -= parts[-1].shape[0]
+            num_frames = chunk.shape[0]  # one, of most: not worth a slice each
+            parts.append(chunk if num_frames <= size else chunk[:size])
+            size -= min(size, num_frames)
             if size == 0:
                 break
         return parts[0] if len(parts) == 1 else torch.cat(parts)

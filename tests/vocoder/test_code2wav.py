@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.vocoder.random_code2wav import CODEBOOK, random_code2wav, record, tiny_config
 from vocoder.code2wav import Code2Wav
+from vocoder.graphs import ROW_SIZES
 from vocoder.model import VocoderRow
 from vocoder.pool import VocoderPool, VocoderPoolConfig
 
@@ -60,6 +61,21 @@ def test_fifty_random_schedules_batched_give_the_pcm_of_one_piece(vocoder):
         assert streamed.shape == one_piece.shape == (expected_samples(vocoder, codes.shape[0]),)
         assert one_piece.numel() == 0 or one_piece.abs().max() < 0.99
         assert torch.allclose(streamed, one_piece, rtol=0, atol=TOLERANCE), index
+
+
+def test_all_that_graphs_take_has_been_decoded_before_the_first_stream():
+    """... and no stream hears of it."""
+    torch.set_num_threads(1)
+    recorded: list[int] = []
+    vocoder = random_code2wav(tiny_config(), record=lambda run: recorded.append(1) or record(run))
+    decoded: set[tuple[int, int]] = set()
+    decode = vocoder.decode
+    vocoder.decode = lambda rows: decoded.add((len(rows), len(rows[0].codes_KQ))) or decode(rows)
+    assert vocoder.capture_graphs() == len(recorded) == 35
+    assert decoded == {*((rows, 1) for rows in ROW_SIZES), *((rows, 16) for rows in ROW_SIZES[:-1]), (32, 8)}
+    assert len(recorded) == 35, "what is rehearsed has its graphs"
+    codes = random_codes(vocoder, 5, random.Random(3))
+    assert torch.equal(vocoder.decode_whole(codes), random_code2wav(tiny_config()).decode_whole(codes))
 
 
 def test_every_frame_adds_its_samples_at_once():
