@@ -157,10 +157,11 @@ def launches_of(plan: Plan, name: str, config: LMConfig, target: GpuTarget) -> l
 
 def compile_launches(launches: Sequence[Launch], target: GpuTarget, num_processes: int) -> None:
     """Raises RuntimeError when a process could not; the others have finished by then."""
-    from lm_engine.triton.ahead import compile_only
+    from lm_engine.triton.ahead import LauncherBuilder, compile_only
 
     if not launches:
         return
+    builder = LauncherBuilder()
     assert len(launches) <= _MAX_LAUNCHES
     compile_only(target)
     ordered = sorted(launches, key=lambda launch: -_effort(launch))
@@ -171,9 +172,10 @@ def compile_launches(launches: Sequence[Launch], target: GpuTarget, num_processe
     def compile_some() -> None:
         os.nice(NICENESS)
         while number := os.read(reading, _NUMBER.size):
-            ordered[_NUMBER.unpack(number)[0]].compile()
+            builder.build(ordered[_NUMBER.unpack(number)[0]].compile())
 
-    pids = [_fork("compiling", compile_some) for _ in range(min(num_processes, len(ordered)))]
+    pids = [_fork("compiling", builder.build_utils)]
+    pids += [_fork("compiling", compile_some) for _ in range(min(num_processes, len(ordered)))]
     os.close(reading)
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     if any(statuses):

@@ -4,6 +4,8 @@ launches are recorded, and Triton compiles them into its cache on the disk.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -42,6 +44,31 @@ class _NoDriver:
 def compile_only(target: GpuTarget) -> None:
     """From now on this process compiles for the GPU, and can launch nothing."""
     triton.runtime.driver.set_active(_NoDriver(target))
+
+
+class LauncherBuilder:
+    """What Triton builds beside kernels with a C compiler: the module that speaks to the driver and, in older
+    versions, one for each kind of arguments. Nothing where there is no library of CUDA."""
+
+    def __init__(self) -> None:
+        from triton.backends.nvidia import driver
+
+        self._driver = driver
+        try:
+            driver.library_dirs()
+        except AssertionError:
+            self._has_cuda = False
+        else:
+            self._has_cuda = True
+
+    def build_utils(self) -> None:
+        if self._has_cuda:
+            self._driver.CudaUtils()
+
+    def build(self, kernel: Any) -> None:
+        """Of Triton's compiled kernel."""
+        if self._has_cuda and hasattr(self._driver, "make_launcher"):
+            self._driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def decoder_launches(

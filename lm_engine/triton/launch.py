@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import triton
@@ -80,9 +80,9 @@ class Launch:
     args: tuple[Value, ...]
     options: dict[str, Value]
 
-    def compile(self) -> None:
-        """Into Triton's cache, for its active driver's GPU. Nothing is launched."""
-        self.kernel.warmup(*self.args, grid=self.grid, **self.options)
+    def compile(self) -> Any:
+        """Into Triton's cache, for its active driver's GPU; Triton's compiled kernel. Nothing is launched."""
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.options)
 
 
 class _Recording:
