@@ -13,7 +13,15 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.components.one_gpu_table import put
-from benchmarks.components.run_loads import SPEECH_HEADER, audio_s_per_s, speech_cells, speech_report, summary
+from benchmarks.components.run_loads import (
+    SPEECH_HEADER,
+    WORK_HEADER,
+    audio_s_per_s,
+    speech_cells,
+    speech_report,
+    speech_work,
+    summary,
+)
 from benchmarks.components.run_processes import Run, finish, python, spawn, stop, tail, try_part
 from benchmarks.components.run_servers import (
     SPEECH_MODEL,
@@ -124,7 +132,7 @@ def measure(run: Run, running: Running, cases: Sequence[tuple[int, int]]) -> Non
     """Rows of a server under other settings are named after it."""
     who = running.server.name
     put(run, f"{who}: memory used when ready, GiB", _gib(used_gpu_mib()))
-    rows = []
+    rows, work = [], []
     for streams, requests in cases:
         report = speech_report(run, running, streams, requests)
         if report is None:
@@ -133,7 +141,9 @@ def measure(run: Run, running: Running, cases: Sequence[tuple[int, int]]) -> Non
         put(run, f"{who} x{streams}: RTF p50", summary(report["rtf"], "p50"))
         put(run, f"{who} x{streams}: audio-s/s", audio_s_per_s(report))
         rows.append([who, *speech_cells(report)])
+        work.append([who, *speech_work(report)])
     run.show(render(["", *SPEECH_HEADER], rows))
+    run.show(render(["", *WORK_HEADER], work))
     put(run, f"{who}: memory used in the end, GiB", _gib(used_gpu_mib()))
     say_memory(run, running)
 

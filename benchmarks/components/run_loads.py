@@ -18,6 +18,11 @@ SPOKEN = '{"max_tokens": 40, "ignore_eos": true}'
 CHAT_HEADER = ["req/s", "cold TTFT", "p99", "warm TTFT", "p99", "ITL p50", "p99", "failed"]
 DECODE_HEADER = ["decode", "streams", "tokens in", "TPOT ms", "tok/s", "TTFT ms", "failed"]
 SPEECH_HEADER = ["streams", "s each", "first packet", "p99", "audio-s/s", "RTF p50", "underrun p99", "failed"]
+# What a step of thinker and talker, a decode, a packet and a chunk between talker and vocoder held and took.
+WORK_HEADER = [
+    *("streams", "thinker ms", "talker frames", "talker ms", "sending ms"),
+    *("decode rows", "frames", "decode ms", "packet frames", "edge ms"),
+]
 # Of 32 users, and what a small machine can do of it.
 CHAT_LOAD = (
     *("--sessions", "96", "--warmup", "16", "--turns", "5", "--image-size", "1024x1024"),
@@ -128,6 +133,29 @@ def speech_cells(report: Report) -> list[str]:
     cells = [str(report["options"]["concurrency"]), number(each_s)]
     cells += [figure(first, "p50"), figure(first, "p99"), number(audio_s_per_s(report))]
     return [*cells, figure(report["rtf"], "p50"), figure(underrun, "p99"), str(sum(failed.values()))]
+
+
+def speech_work(report: Report) -> list[str]:
+    """Under `WORK_HEADER`: what each stage's steps held and took, which explains the figures beside it."""
+    seconds, counts = report["server_s"], report["server_counts"]
+
+    def of(found: dict[str, float], what: str, among: str, factor: float = 1.0) -> str:
+        steps = counts.get(among, 0.0)
+        return number(factor * found.get(what, 0.0) / steps) if steps else "-"
+
+    talker, thinker, vocoder = "talker num steps", "thinker num steps", "vocoder vocoder steps"
+    return [
+        str(report["options"]["concurrency"]),
+        of(seconds, "thinker busy", thinker, 1e3),
+        of(counts, "talker frames", talker),
+        of(seconds, "talker busy", talker, 1e3),
+        of(seconds, "talker sending", talker, 1e3),
+        of(counts, "vocoder vocoder rows", vocoder),
+        of(counts, "vocoder vocoder frames", vocoder),
+        of(seconds, "vocoder vocoder busy", vocoder, 1e3),
+        of(counts, "vocoder vocoder frames", "vocoder vocoder packets"),
+        of(seconds, "talker->vocoder edge delivery", "talker->vocoder edge delivery", 1e3),
+    ]
 
 
 # --- edges --------------------------------------------------------------------------------------------------

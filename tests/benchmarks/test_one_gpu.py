@@ -20,6 +20,7 @@ from benchmarks.components.one_gpu import grouped
 from benchmarks.components.one_gpu_parts import CHAT_CASES, servers_for
 from benchmarks.components.one_gpu_speech import placements, planned_gib, server_of, speech
 from benchmarks.components.one_gpu_table import GOALS, Goal, put, table_of
+from benchmarks.components.run_loads import WORK_HEADER, speech_work
 from benchmarks.components.run_processes import ROOT, Run
 from benchmarks.components.run_servers import CHAT_MODEL, DEPLOYMENTS, SPEECH_MODEL, Running, Server
 from tests.small_speaker import write_speaker
@@ -165,6 +166,17 @@ def test_one_that_breaks_while_it_is_measured_is_looked_into(looked_into) -> Non
     tried, _, run = looked_into(None, None, answers=False)
     assert dict(tried[1].env)["CUDA_LAUNCH_BLOCKING"] == "1"
     assert run.failures == ["speech: the server does not answer any more"]
+
+
+def test_what_steps_held_and_took_is_told_of_a_spoken_case() -> None:
+    counts = {"talker num steps": 4.0, "talker frames": 12.0, "vocoder vocoder steps": 2.0}
+    counts |= {"vocoder vocoder rows": 6.0, "vocoder vocoder frames": 12.0, "vocoder vocoder packets": 6.0}
+    seconds = {"talker busy": 0.02, "talker sending": 0.002, "vocoder vocoder busy": 0.01}
+    report = {"options": {"concurrency": 3}, "server_s": seconds, "server_counts": counts}
+    found = dict(zip(WORK_HEADER, speech_work(report), strict=True))
+    assert found.pop("streams") == "3"
+    assert (found.pop("thinker ms"), found.pop("edge ms")) == ("-", "-")
+    assert list(map(float, found.values())) == [3, 5, 0.5, 3, 6, 5, 2]
 
 
 def test_what_the_file_has_not_chosen_is_measured_beside_it(
