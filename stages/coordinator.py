@@ -52,8 +52,11 @@ class Coordinator:
         replicas: Mapping[str, tuple[str, ...]] | None = None,
         routing: RoutingConfig | None = None,
         progress: StartProgress | None = None,
+        encode_ahead: bool = False,
     ) -> None:
-        """`replicas`: of the entry stage and of encoders, the names under which each runs."""
+        """`replicas`: of the entry stage and of encoders, the names under which each runs. `encode_ahead`:
+        begin with items that are new before they are asked for, which encoders keep until they are."""
+        self._encode_ahead = encode_ahead
         self._max_replays = max_replays
         self._routes = Routes(pipeline, replicas)
         self._send = send
@@ -143,6 +146,8 @@ class Coordinator:
             self._tell(attempt, talker, request.speech.speak(attempt.id, message.prompt))
             self._grant(request, request.speech.grant_again(attempt.id))
         self._tell(attempt, choice.replica, message)
+        if self._encode_ahead and request.num_attempts == 1:
+            self._media.encode_new(attempt)
         if message.forced is None:
             for sample in set(range(message.sampling.n)) - request.open_samples:
                 self._send(choice.replica, StopSample(attempt.id, sample))

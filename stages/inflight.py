@@ -22,6 +22,11 @@ class MediaHandle(Protocol):
     Unpinned features may be taken away when shared memory is short; they can be made again.
     """
 
+    @property
+    def is_new(self) -> bool:
+        """Whether its features are held because nothing was known of the item: it will have to be encoded."""
+        ...
+
     def pin(self) -> MediaItem:
         """The item, with `features` if they are still held; then they stay until `release`."""
         ...

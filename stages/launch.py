@@ -141,6 +141,15 @@ def _make_coordinator(plan: Plan, send: SendToStage, progress: StartProgress) ->
         replicas=plan.replicas,
         routing=plan.deployment.routing,
         progress=progress,
+        encode_ahead=_encoders_remember(plan.deployment),
+    )
+
+
+def _encoders_remember(deployment: Deployment) -> bool:
+    """Without a cache, embeddings that come before they are asked for would be computed again."""
+    return all(
+        parse_bytes(encoder.embedding_cache, f"stage.{name}.embedding_cache") > 0
+        for name, encoder in deployment.encoders.items()
     )
 
 

@@ -32,6 +32,10 @@ class MediaClaim:
         """Identity and size; its features, if any, are not protected."""
         return msgspec.structs.replace(self._resolved.item, features=None)
 
+    @property
+    def is_new(self) -> bool:
+        return self._resolved.processed is not None and self.holds_features
+
     def pin(self) -> MediaItem:
         self._registry.forget(self)
         if self._processed is None:

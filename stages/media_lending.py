@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from contracts.errors import OmnistageError
 from contracts.media import MediaItem
 from contracts.messages import Encode
@@ -26,8 +28,20 @@ class MediaLending:
         self._fail = fail
 
     def encode(self, attempt: Attempt, index: int) -> None:
-        """Asks a replica of the item's encoder, with the item's features if they are still held."""
-        self._encode(attempt, index, attempt.request.media[index].pin())
+        """Asks a replica of the item's encoder, with the item's features if they are still held and not under
+        way to it already."""
+        item = attempt.request.media[index].pin()
+        if index in attempt.features_in_use:
+            item = msgspec.structs.replace(item, features=None)
+        self._encode(attempt, index, item)
+
+    def encode_new(self, attempt: Attempt) -> None:
+        """Begins with what nobody has seen before the language model asks for it, which takes a step and two
+        messages. It is asked for all the same: embeddings that come before that are passed over, and the
+        second order finds them in the encoder's cache or on their way."""
+        for index, handle in enumerate(attempt.request.media):
+            if handle.is_new:
+                self.encode(attempt, index)
 
     def encode_again(self, attempt: Attempt, index: int) -> None:
         """The features were gone: once they are made again, asks anew."""

@@ -70,6 +70,10 @@ class Window:
     def item(self) -> MediaItem:
         return self._part_of(self._recording.item)
 
+    @property
+    def is_new(self) -> bool:
+        return False  # windows of a recording are asked about more than once
+
     def pin(self) -> MediaItem:
         return self._part_of(self._recording.pin(self))
 

@@ -40,6 +40,7 @@ class FakeMedia:
     """A media handle that counts; `known_only` starts without features, as after a media-index hit."""
 
     known_only: bool = False
+    is_new: bool = False
     error: OmnistageError | None = None
     held: bool = True
     materialized: int = 0
@@ -75,9 +76,14 @@ class Graph:
     """A coordinator whose stages are this test."""
 
     sent: list[tuple[str, ToStage]] = field(default_factory=list)
+    encode_ahead: bool = True
 
     def __post_init__(self) -> None:
-        self.coordinator = Coordinator(PIPELINE, lambda stage, message: self.sent.append((stage, message)))
+        self.coordinator = Coordinator(
+            PIPELINE,
+            lambda stage, message: self.sent.append((stage, message)),
+            encode_ahead=self.encode_ahead,
+        )
         self.coordinator.dispatch([StageReady("vision", "v"), StageReady("thinker", "t")])
 
     def take(self) -> list[tuple[str, ToStage]]:
@@ -149,6 +155,39 @@ def test_only_named_items_are_encoded_and_features_return_when_consumed() -> Non
         assert graph.coordinator.num_requests() == 0
 
     run(main())
+
+
+def test_what_is_new_is_encoded_at_once_and_given_back_when_all_orders_are_done() -> None:
+    async def scenario() -> None:
+        graph, new, known = Graph(), FakeMedia(is_new=True), FakeMedia()
+        answer = graph.start(new, known)
+        await settle()
+        (_, generate), (stage, order) = graph.take()
+        assert isinstance(generate, Generate)
+        assert (stage, order.item_index, order.item.features) == ("vision", 0, REF)
+        graph.coordinator.dispatch([EmbeddingsNeeded("r", (0,))])
+        ((stage, order),) = graph.take()
+        assert (stage, order.item_index, order.item.features) == ("vision", 0, None)  # they are there
+        assert new.held
+        graph.coordinator.dispatch([FeaturesConsumed("r", 0)])
+        assert not new.held
+        graph.coordinator.dispatch([tokens(finish=True), Aborted("r", "vision")])
+        await answer
+        assert not known.held
+
+    run(scenario())
+
+
+def test_nothing_is_encoded_ahead_for_encoders_that_do_not_remember() -> None:
+    async def scenario() -> None:
+        graph = Graph(encode_ahead=False)
+        answer = graph.start(FakeMedia(is_new=True))
+        await settle()
+        assert [stage for stage, _ in graph.take()] == ["thinker"]
+        graph.coordinator.dispatch([tokens(finish=True)])
+        await answer
+
+    run(scenario())
 
 
 def test_features_that_are_gone_are_made_again() -> None:
