@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.components.shape_folder import write_shape_folder
+from lm_engine.gpu_target import GpuTarget
 from model_families.census import take_census
 from model_families.graphs import vision_pipeline
 from model_families.registry import open_family
@@ -32,6 +33,7 @@ MEANT_FOR = {
     "omni-one-gpu.toml": ("qwen3_omni_30b_a3b", 1, 139),
     "omni-two-gpus.toml": ("qwen3_omni_30b_a3b", 2, 79),
 }
+HOPPER = GpuTarget((9, 0), 232448)
 opened, counted = cache(open_family), cache(take_census)  # seconds each, of a large vocabulary
 
 
@@ -47,6 +49,7 @@ def plan_of(patch: pytest.MonkeyPatch, model: Path, file: str, gpus: int, gib: f
     patch.setattr(torch.cuda, "device_count", lambda: gpus)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    patch.setattr(planning, "target_of", lambda device: HOPPER)
     patch.setattr(deployment_bounds, "machine_bytes", lambda: 64 << 30)
     patch.setattr(planning, "open_family", opened)
     patch.setattr(planning, "take_census", counted)
