@@ -55,8 +55,8 @@ def main() -> None:
 def _import_for_gpus() -> None:
     """What workers on GPUs need beside: Triton, and seconds of torch's compiler, which its attention of
     packed rows brings along and tensors without values ask for."""
-    import torch.nn.attention.varlen  # noqa: F401
-
+    if find_spec("torch.nn.attention.varlen") is not None:
+        import torch.nn.attention.varlen  # noqa: F401
     if find_spec("triton") is not None:
         import lm_engine.triton.ahead  # noqa: F401
 
