@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from model_families.default_model.shipped import read_shipped
-from model_families.omnistage_nano.ears import HEARD_WORDS
+from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS
 from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.omnistage_nano.shipped_speech import read_sections, speaking_tensors
 
@@ -51,8 +51,8 @@ def make_omni(
     seeing: Path, out: Path, *, whisper: Path, hearing: Path | None = None, speaking: Path | None = None
 ) -> None:
     """`seeing`: the composed checkpoint; `hearing`, `speaking`: shipped weights (beside the former the
-    words that are known, beside the latter their sections of config.json); what there are none for, the
-    checkpoint does not take or give."""
+    words that are known, and which follow which, beside the latter their sections of config.json); what
+    there are none for, the checkpoint does not take or give."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(seeing)
     tokenizer.add_special_tokens(
@@ -65,8 +65,9 @@ def make_omni(
     tensors |= {f"thinker.{name}": value for name, value in _ears(whisper, hearing).items()}
     config = _config(json.loads((seeing / "config.json").read_text()), ids, width)
     config["thinker_config"]["hears"] = hearing is not None
-    if hearing is not None and (words := hearing.with_name(HEARD_WORDS)).exists():
-        shutil.copy(words, out)
+    for name in (HEARD_WORDS, HEARD_PAIRS):
+        if hearing is not None and (known := hearing.with_name(name)).exists():
+            shutil.copy(known, out)
     config |= {"enable_audio_output": False} | _marks(tokenizer, ids)
     if speaking is not None:
         tensors |= speaking_tensors(read_shipped(speaking))

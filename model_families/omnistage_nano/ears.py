@@ -1,13 +1,15 @@
 """omnistage-nano's ears: Whisper's encoder grown by two layers, which spells what it hears, letter by letter.
 
-A list of words beside the checkpoint, where there is one, corrects the spelling. What the language model gets
+A list of words beside the checkpoint, and a table of which follow which, correct the spelling where they are
+there. What the language model gets
 are its own words of those letters, at the end of the rows that the sound takes up; the rows before them are
 zeros. It reads them as it reads text, so that none of its weights had to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from math import exp
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,7 @@ from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
 from model_families.audio.audio_spec import qwen2_5_omni_spec, read_feature_config
 from model_families.audio.encoder import load_audio_encoder
+from model_families.checkpoint import checkpoint_error
 from model_families.omni.config import read_thinker_config
 from model_families.omni.weights import thinker_audio_name
 from model_families.omnistage_nano.letters import NUM_LETTERS, read_letters
@@ -28,6 +31,10 @@ from model_families.qwen2_5_omni.audio_weights import MODULES
 from model_families.vision.attention import PackedAttention, select_attention
 
 HEARD_WORDS = "heard_words.txt"  # in lower case, one a line, the commonest first
+# One line a word: it ("" is the beginning of a sentence), then its likeliest followers, each with the
+# negative logarithm of its chance, in tenths; single spaces between.
+HEARD_PAIRS = "heard_pairs.txt"
+MAX_TENTHS = 200
 WORDS = "thinker.model.embed_tokens.weight"
 _MODULES = {theirs: ours for theirs, ours in MODULES.items() if theirs != "proj"} | {"spell": "letters"}
 
@@ -82,8 +89,39 @@ def ears_name(name: str) -> str | None:
     return "words.weight" if name == WORDS else thinker_audio_name(name, _MODULES)
 
 
-def read_words(path: Path) -> Lexicon:
-    return Lexicon(path.read_text(encoding="ascii").split())
+def read_lexicon(folder: Path) -> Lexicon | None:
+    """None where there is no list of words. Raises EngineError for files that hold anything else."""
+    if not (folder / HEARD_WORDS).exists():
+        return None
+    words = _read_text(folder / HEARD_WORDS).split()
+    if not words:
+        raise checkpoint_error(f"{folder / HEARD_WORDS} holds no words")
+    pairs = folder / HEARD_PAIRS
+    return Lexicon(words, _read_pairs(pairs, frozenset(words)) if pairs.exists() else None)
+
+
+def _read_pairs(path: Path, words: Set[str]) -> dict[str, dict[str, float]]:
+    chances = {str(tenths): exp(-tenths / 10) for tenths in range(MAX_TENTHS + 1)}
+    pairs: dict[str, dict[str, float]] = {}
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
+        previous, *rest = line.split(" ")
+        if not rest or len(rest) % 2 or not chances.keys() >= set(rest[1::2]):
+            raise checkpoint_error(
+                f"{path}, line {number}: not a word, then others, each with tenths up to {MAX_TENTHS}"
+            )
+        if not words >= set(rest[::2]):
+            raise checkpoint_error(f"{path}, line {number}: a word that is not in {HEARD_WORDS}")
+        pairs[previous] = {word: chances[tenths] for word, tenths in zip(rest[::2], rest[1::2], strict=True)}
+        if sum(pairs[previous].values()) > 1:
+            raise checkpoint_error(f"{path}, line {number}: chances of more than 1 together")
+    return pairs
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except UnicodeDecodeError as error:
+        raise checkpoint_error(f"{path} is not of ASCII letters: {error}") from error
 
 
 def open_ears(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> NanoEars:
@@ -101,9 +139,9 @@ def _load(
     words = read_thinker_config(folder, _Text).text_config
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     attention = select_attention(device, dtype, config.head_dim)
-    speller = Speller(read_words(folder / HEARD_WORDS)) if (folder / HEARD_WORDS).exists() else None
+    lexicon = read_lexicon(folder)
     with torch.device("meta"):
-        ears = NanoEars(config, attention, tokenizer, words.vocab_size, speller)
+        ears = NanoEars(config, attention, tokenizer, words.vocab_size, Speller(lexicon) if lexicon else None)
     spec = specs.audio or qwen2_5_omni_spec(read_feature_config(folder))  # none: deaf, and never asked
     model = load_audio_encoder("omnistage_nano", folder, ears, config, spec, ears_name, device, dtype)
     return ears, model

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
 from model_families.default_model.shipped import read_shipped, write_shipped
+from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS, read_lexicon
 from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.registry import open_family
 from training.speaking.convert import code2wav_tensors, sections, talker_tensors
@@ -79,6 +80,8 @@ def parts(tiny, tmp_path_factory):
     hearing = folder / "hearing.safetensors"
     heard = {f"audio_tower.spell.{kind}": value for kind, value in _letters().items()}
     write_shipped(hearing, heard)
+    (folder / HEARD_WORDS).write_text("the\nit\n")
+    (folder / HEARD_PAIRS).write_text("it the 9\n")
     make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking, hearing=hearing)
     make_omni(seen, folder / "neither", whisper=whisper)
     return seen, folder / "omni", folder / "neither"
@@ -117,6 +120,14 @@ def test_what_was_not_trained_is_neither_taken_nor_given(parts):
     template = AutoTokenizer.from_pretrained(parts[2])
     assert "audio_pad" not in template.apply_chat_template([turn], tokenize=False)
     assert family.load_encoder("audio", CPU, torch.float32).embedding_width == 64
+
+
+def test_what_the_ears_know_of_words_goes_with_them(parts):
+    lexicon = read_lexicon(parts[1])
+    assert lexicon is not None
+    assert lexicon.whole("it") is not None
+    assert lexicon.after("it") is not None
+    assert read_lexicon(parts[2]) is None
 
 
 def test_words_stay_what_they_were(parts):
