@@ -14,7 +14,18 @@ from model_families.omnistage_nano.lexicon import Lexicon
 from training.hearing import pairs
 
 WORDS = ("it", "the", "was", "zoo")
-TOKENS = ("[UNK]", "Ġit", "ĠIt", "Ġthe", "Ġwas", "Ġlater", "it", "Ġzoo")
+SAID = sorted({word for text in (*pairs.SENTENCES, *pairs.CONTEXTS) for word in text.split()})
+TOKENS = (
+    "[UNK]",
+    "Ġit",
+    "ĠIt",
+    "Ġthe",
+    "Ġwas",
+    "Ġlater",
+    "it",
+    "Ġzoo",
+    *(one for one in SAID if one != "it"),
+)
 
 
 @pytest.fixture
@@ -44,8 +55,10 @@ def test_words_are_tokens_in_either_spelling(tokenizer):
     spelled = pairs.spelled_words(tokenizer, Lexicon(WORDS))
     assert spelled.words == WORDS
     assert spelled.tokens == ((1, 2), (3,), (4,), (7,))
-    chances = torch.arange(16.0).view(2, 8)
-    assert spelled.of_words(chances).tolist() == [[3, 3, 4, 7], [19, 11, 12, 15]]
+    chances = torch.arange(2.0 * len(TOKENS)).view(2, -1)
+    first = [3, 3, 4, 7]
+    later = [one + len(TOKENS) * len(tokens) for one, tokens in zip(first, spelled.tokens, strict=True)]
+    assert spelled.of_words(chances).tolist() == [first, later]
 
 
 def test_a_word_counts_in_a_context_as_it_is_likely_there(tokenizer, model, monkeypatch):
