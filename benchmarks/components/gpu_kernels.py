@@ -103,7 +103,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 def figures_of(case: Case, ceilings: Ceilings | None) -> Figures:
     """Without ceilings the case is run once, on whatever there is."""
-    with case.around(), torch.inference_mode():
+    with torch.inference_mode():
         time_us = once_us(case.runs) if ceilings is None else graph_us(case.runs)
     floor_us = None
     if ceilings is not None:

@@ -7,8 +7,7 @@ Shapes: M rows, T tokens, H hidden, I intermediate, E experts, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from lm_engine.request_table import RequestTable
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.experts import TritonExperts
 from lm_engine.triton.kernels import TritonKernels
-from lm_engine.triton.launch import has_fp8, without_prefetch
+from lm_engine.triton.launch import has_fp8
 from lm_engine.triton.linear import Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw
 
@@ -60,14 +59,12 @@ TINY = Shapes(64, 96, 4, 2, 16, 200, 4, 2, 32, (1, 2), 8, 20, 16, 2, 0)
 
 @dataclass(frozen=True)
 class Case:
-    """`runs` follow one another; each moves `num_bytes` and computes `num_operations`. `around`: holds while
-    they are launched. Whole layers come with and without asking for weights ahead."""
+    """`runs` follow one another; each moves `num_bytes` and computes `num_operations`."""
 
     name: str
     runs: list[Callable[[], object]]
     num_bytes: int
     num_operations: int = 0
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Bench:
@@ -86,7 +83,7 @@ class Bench:
             yield self.experts(rows)
             yield self.sampling(rows)
             yield self.norm(rows)
-            yield from self.layers(rows)
+            yield self.layers(rows)
         yield self.norm(self.shapes.tokens)
         yield self.gate()
         yield self.rotation()
@@ -278,7 +275,7 @@ class Bench:
 
     # --- whole layers ---------------------------------------------------------------------------------------
 
-    def layers(self, rows: int) -> Iterator[Case]:
+    def layers(self, rows: int) -> Case:
         """A decode step without its ends; a run is all layers, its bytes those of one."""
         s, attention = self.shapes, TritonAttention(self.device)
         layers = [self.layer() for _ in range(s.num_layers)]
@@ -291,9 +288,7 @@ class Bench:
 
         width = s.hidden * (s.heads.width + s.num_heads * s.head_dim + 3 * s.intermediate)
         moved = width * self.dtype.itemsize + self.kv_bytes(rows * s.context, "auto")
-        whole = Case(f"{s.num_layers} layers, {rows} rows", [run], s.num_layers * moved)
-        yield whole
-        yield replace(whole, name=f"{whole.name}, not asking ahead", around=without_prefetch)
+        return Case(f"{s.num_layers} layers, {rows} rows", [run], s.num_layers * moved)
 
     def layer(self) -> DecoderLayer:
         s = self.shapes

@@ -47,9 +47,7 @@ class DecodePass:
             attended_TH = self._attention.rotate_and_attend(
                 qkv_TX, heads, cos_TP, sin_TP, layer.qk_norm, kv, index, metadata
             )
-            # Attention leaves the memory idle; what the output projection would only wait for is asked for.
-            gate_up = _ours(layer.mlp.gate_up) if isinstance(layer.mlp, DenseMlp) else None
-            _ours(layer.output).fused(attended_TH, residual_MO=residual_TH, next_gated=gate_up)
+            _ours(layer.output).fused(attended_TH, residual_MO=residual_TH)
             post_norm = Norm(layer.post_norm_H, eps)
             if isinstance(layer.mlp, DenseMlp):
                 gated_TI = _of_norm(layer.mlp.gate_up, residual_TH, post_norm, gated=True)

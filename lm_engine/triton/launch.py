@@ -141,29 +141,6 @@ def uses_pdl(device: torch.device) -> bool:
     return not interpreted() and target_of(device).capability >= (9, 0)
 
 
-class _Prefetch:
-    def __init__(self) -> None:
-        self.on = True
-
-
-_prefetch = _Prefetch()
-
-
-@contextmanager
-def without_prefetch() -> Iterator[None]:
-    """Within it no kernel is launched that asks for weights ahead: the plain path, to compare with."""
-    before, _prefetch.on = _prefetch.on, False
-    try:
-        yield
-    finally:
-        _prefetch.on = before
-
-
-def prefetches(device: torch.device) -> bool:
-    """Whether kernels ask for weights before they can use them; of use with PDL alone."""
-    return _prefetch.on and uses_pdl(device)
-
-
 def has_fp8(device: torch.device) -> bool:
     """Whether e4m3 is read and written here."""
     return interpreted() or (is_gpu(device) and target_of(device).capability >= (8, 9))

@@ -19,7 +19,6 @@ from lm_engine.triton.launch import (
     launch,
     launch_options,
     next_power,
-    prefetches,
     shared_memory_bytes,
 )
 
@@ -27,9 +26,6 @@ MAX_SKINNY_ROWS = 64
 _MAX_TILES = 1 << 14  # of a split linear
 _NUM_PROCESSORS = 132
 _OTHER_SHARED_BYTES = 16 << 10
-_AHEAD_BYTES = 16 << 20  # of the next linear's weights; comes while attention computes, stays in the L2
-_ROWS_PIECE, _PIECE, _LEAST_PIECE = 4096, 512, 128  # bytes that are asked for at once
-_MANY_OUTPUTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -43,46 +39,6 @@ class Blocks:
     num_stages: int = 1
     splits: int = 1
     programs: int = 1
-
-
-@dataclass(frozen=True)
-class FirstRows:
-    """What is asked for of a gated weight ahead of its product with one row, whose programs stride over tiles
-    of whole rows: the first of either half. Every warp of the first `programs` asks for `piece` bytes of
-    each."""
-
-    piece: int = 0  # 0: nothing is asked for
-    programs: int = 0
-    half_bytes: int = 0
-
-    @classmethod
-    def of(cls, weight_OI: Tensor | None, num_programs: int, num_warps: int) -> FirstRows:
-        if weight_OI is None or not _can_ask_for(weight_OI):
-            return cls()
-        half_bytes = weight_OI.numel() * weight_OI.element_size() // 2
-        num_pieces = min(_AHEAD_BYTES // 2, half_bytes) // _ROWS_PIECE
-        programs = min(num_pieces // num_warps, num_programs)
-        return cls(_ROWS_PIECE, programs, half_bytes) if programs else cls()
-
-
-@dataclass(frozen=True)
-class FirstColumns:
-    """What is asked for of a weight ahead of its product with several rows, whose programs begin at once at
-    the first columns of their outputs: `piece` bytes of each output, `block` of them by a program."""
-
-    piece: int = 0  # 0: nothing is asked for
-    block: int = 1
-
-    @classmethod
-    def of(cls, weight_OI: Tensor | None, num_programs: int, num_warps: int) -> FirstColumns:
-        if weight_OI is None or not _can_ask_for(weight_OI):
-            return cls()
-        num_outputs, num_inputs = weight_OI.shape
-        piece = min(_AHEAD_BYTES // num_outputs, _PIECE) // _LEAST_PIECE * _LEAST_PIECE
-        if piece == 0 or num_inputs * weight_OI.element_size() < piece:
-            return cls()
-        threads = 32 * num_warps
-        return cls(piece, threads * next_power(triton.cdiv(num_outputs, num_programs * threads)))
 
 
 @dataclass(frozen=True)
@@ -123,12 +79,10 @@ class TritonLinear:
         residual_MO: Tensor | None = None,
         gated: bool = False,
         blocks: Blocks | None = None,
-        next_gated: TritonLinear | None = None,
     ) -> Tensor:
         """Linear of at most MAX_SKINNY_ROWS rows. `norm`: of x, for one row only. `gated`: the outputs are
         [gate; up] and silu(gate) · up is returned. With `residual_MO` the result is added into it, and it is
-        returned. `next_gated`: the gated linear of as many rows that comes next, whose weights this one asks
-        for while it waits."""
+        returned."""
         num_rows = x_MI.shape[0]
         num_outputs = self.out_features // 2 if gated else self.out_features
         assert x_MI.is_contiguous()
@@ -142,12 +96,11 @@ class TritonLinear:
         assert out_MO.shape == (num_rows, num_outputs)
         assert out_MO.is_contiguous()
         blocks = blocks or choose_blocks(x_MI, num_outputs, gated)
-        ahead_OI = None if next_gated is None or not prefetches(x_MI.device) else next_gated.weight_OI
         if num_rows == 1:
-            self._launch_row(x_MI, norm, residual_MO, out_MO, gated, blocks, ahead_OI)
+            self._launch_row(x_MI, norm, residual_MO, out_MO, gated, blocks)
         else:
             assert norm is None, "a norm is fused for one row only"
-            self._launch_rows(x_MI, residual_MO, out_MO, gated, blocks, ahead_OI)
+            self._launch_rows(x_MI, residual_MO, out_MO, gated, blocks)
         return out_MO
 
     def _launch_row(
@@ -158,11 +111,9 @@ class TritonLinear:
         out_1O: Tensor,
         gated: bool,
         blocks: Blocks,
-        ahead_OI: Tensor | None,
     ) -> None:
         num_outputs = out_1O.shape[1]
         num_programs = min(triton.cdiv(num_outputs, blocks.outputs), blocks.programs * _NUM_PROCESSORS)
-        ahead = FirstRows.of(ahead_OI, num_programs, blocks.num_warps)
         launch(
             gemv,
             (num_programs,),
@@ -172,7 +123,6 @@ class TritonLinear:
             None if norm is None else norm.weight_I,
             residual_1O,
             out_1O,
-            ahead_OI if ahead.piece else None,
             num_outputs,
             0.0 if norm is None else norm.eps,
             K=self.in_features,
@@ -182,10 +132,6 @@ class TritonLinear:
             BIAS=self.bias_O is not None,
             RESIDUAL=residual_1O is not None,
             GATED=gated,
-            AHEAD_BYTES=ahead.piece,
-            AHEAD_PROGRAMS=ahead.programs,
-            AHEAD_HALF=ahead.half_bytes,
-            NUM_WARPS=blocks.num_warps,
             num_warps=blocks.num_warps,
             **launch_options(x_1I.device),
         )
@@ -197,7 +143,6 @@ class TritonLinear:
         out_MO: Tensor,
         gated: bool,
         blocks: Blocks,
-        ahead_OI: Tensor | None,
     ) -> None:
         num_rows, num_outputs = out_MO.shape
         num_tiles = triton.cdiv(num_outputs, blocks.outputs)
@@ -208,11 +153,6 @@ class TritonLinear:
             assert num_tiles <= self._arrivals.shape[0]
             shape = (num_tiles, blocks.splits, blocks.outputs, block_m)
             parts = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
-        num_programs = num_tiles * blocks.splits
-        ahead = FirstColumns.of(ahead_OI, num_programs, blocks.num_warps)
-        own_bytes, own_pieces = (
-            first_of_tile(self.weight_OI, blocks, gated) if prefetches(x_MI.device) else (0, 1)
-        )
         launch(
             skinny_gemm,
             (num_tiles, blocks.splits),
@@ -223,7 +163,6 @@ class TritonLinear:
             out_MO,
             parts,
             self._arrivals,
-            ahead_OI if ahead.piece else None,
             num_rows,
             num_outputs,
             K=self.in_features,
@@ -235,30 +174,10 @@ class TritonLinear:
             RESIDUAL=residual_MO is not None,
             GATED=gated,
             PRECISION=dot_precision(x_MI.dtype),
-            OWN_BYTES=own_bytes,
-            OWN_PIECES=own_pieces,
-            AHEAD_BYTES=ahead.piece,
-            AHEAD_ROWS=ahead_OI.shape[0] if ahead_OI is not None and ahead.piece else 1,
-            AHEAD_ROW_BYTES=ahead_OI.shape[1] * ahead_OI.element_size() if ahead_OI is not None else 0,
-            AHEAD_BLOCK=ahead.block,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             **launch_options(x_MI.device),
         )
-
-
-def first_of_tile(weight_OI: Tensor, blocks: Blocks, gated: bool) -> tuple[int, int]:
-    """Bytes of a piece that a program asks for of its own weights, and pieces of each row: one a thread. (0,
-    1): nothing. With several programs a multiprocessor, one reads while another waits."""
-    pieces = 32 * blocks.num_warps // (blocks.outputs * (2 if gated else 1))
-    row_bytes = weight_OI.shape[1] * weight_OI.element_size()
-    takes = weight_OI.shape[0] <= _MANY_OUTPUTS and pieces > 0 and row_bytes >= _PIECE
-    return (_PIECE, pieces) if takes and _can_ask_for(weight_OI) else (0, 1)
-
-
-def _can_ask_for(weight_OI: Tensor) -> bool:
-    """Rows, and halves of all rows, begin at multiples of 16 bytes."""
-    return weight_OI.data_ptr() % 16 == 0 and weight_OI.shape[1] * weight_OI.element_size() % 16 == 0
 
 
 def make_arrivals(device: torch.device) -> Tensor:

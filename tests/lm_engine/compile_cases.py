@@ -7,9 +7,7 @@ Models on the device "meta" launch what they would launch on a GPU, and Triton c
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +36,6 @@ from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.triton.ahead import decoder_launches
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.kernels import TritonKernels
-from lm_engine.triton.launch import without_prefetch
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from model_families.checkpoint import read_config
 from model_families.qwen2_5_vl.decoder import decoder_config as qwen2_5_vl_config
@@ -241,24 +238,6 @@ def test_draws_of_codes(compiled):
             draw_residual(logits_RV, codes, table, omni_talker.RESIDUAL, seed=7)
     check(compiled, "draw_codes")
     assert len(compiled) == 2
-
-
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_linears_ask_for_weights_ahead(compiled, monkeypatch, prefetch):
-    """Where they are not told otherwise: one row's and several rows'."""
-    monkeypatch.undo()  # of what the other cases assume
-    config = tiny_config(hidden_size=512, intermediate_size=1024, num_layers=1)
-    with assuming(GpuTarget((9, 0), SHARED_BYTES)), nullcontext() if prefetch else without_prefetch():
-        model = Decoder(config, Shapes(), TritonKernels(META))
-        launches = decoder_launches(model, max_sequences=2, max_length=64, block_size=16, kv_dtype="auto")
-    triton.runtime.driver.set_active(Hopper())
-    asking: Counter[str] = Counter()
-    for launch in launches:
-        if launch.kernel.fn.__name__ in ("gemv", "skinny_gemm"):
-            kernel = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
-            asking[kernel.name] += "cp.async.bulk.prefetch.L2" in kernel.asm["ptx"]
-    assert (asking["gemv"] == 1) == prefetch  # the one in front of the gate
-    assert (asking["skinny_gemm"] >= 4) == prefetch
 
 
 @pytest.mark.parametrize("moe", [None, MoeConfig(4, 2, 16, True, dense_layers=frozenset({0, 2}))])

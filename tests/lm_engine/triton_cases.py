@@ -9,8 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from contracts.errors import EngineError
 from contracts.params import SamplingParams
@@ -29,18 +27,8 @@ from lm_engine.row_sampler import RowSampler, needs_of
 from lm_engine.sampler import Needs, RowParams, sample
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.experts import Shared, TritonExperts
-from lm_engine.triton.jit.prefetch import row_offsets, tile_offsets
 from lm_engine.triton.kernels import TritonKernels
-from lm_engine.triton.launch import launch, without_prefetch
-from lm_engine.triton.linear import (
-    Blocks,
-    FirstColumns,
-    FirstRows,
-    Norm,
-    TritonLinear,
-    first_of_tile,
-    make_arrivals,
-)
+from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 from tests.lm_engine.stepping import Host, greedy
@@ -190,77 +178,6 @@ def test_linear_with_all_that_is_fused_in(dtype, num_rows, num_inputs, num_outpu
     assert torch.equal(x, before)
     assert not arrivals.any()
     assert_near(found, expected, dtype)
-
-
-@triton.jit
-def store_row_offsets(out_ptr, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = row_offsets(tl.program_id(0), ROWS, ROW_BYTES, BLOCK)
-    tl.store(out_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), offsets)
-
-
-@triton.jit
-def store_tile_offsets(
-    out_ptr, first, ROW_BYTES: tl.constexpr, BYTES: tl.constexpr, PIECES: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    rows_N = tl.arange(0, BLOCK_N)
-    places = rows_N[:, None] * PIECES + tl.arange(0, PIECES)[None, :]
-    tl.store(out_ptr + places, tile_offsets(rows_N, first, ROW_BYTES, BYTES, PIECES))
-
-
-@pytest.mark.parametrize("num_programs", [1, 3, 40])
-def test_the_columns_asked_for_ahead_lie_within_their_rows(num_programs):
-    weight = torch.empty(600, 1048, dtype=torch.bfloat16)
-    asked = FirstColumns.of(weight, num_programs, num_warps=4)
-    assert asked.piece == 512
-    out = torch.zeros(num_programs * asked.block, dtype=torch.int64, device=DEVICE)
-    launch(store_row_offsets, (num_programs,), out, ROWS=600, ROW_BYTES=2096, BLOCK=asked.block)
-    assert set(out.tolist()) == {row * 2096 for row in range(600)}, "each row once, none beyond"
-    assert asked.block % 128 == 0, "or threads would ask for the same"
-    rows = torch.empty(1 << 16, 1048, dtype=torch.bfloat16, device="meta")
-    assert FirstColumns.of(rows, num_programs, 4).piece == 256, "all of it no more than is kept"
-    for unfit in (weight[:, :9].contiguous(), torch.empty(600, 20, dtype=torch.bfloat16)):
-        assert FirstColumns.of(unfit, num_programs, 4).piece == 0
-
-
-@pytest.mark.parametrize("first", [0, 1024, 1600])
-def test_what_a_tile_asks_for_lies_within_its_rows(first):
-    weight = torch.empty(64, 1048, dtype=torch.bfloat16)
-    size, pieces = first_of_tile(weight, Blocks(64, 128, 4, splits=2), gated=False)
-    assert (size, pieces) == (512, 2)
-    out = torch.zeros(64, pieces, dtype=torch.int64, device=DEVICE)
-    launch(store_tile_offsets, (1,), out, first, ROW_BYTES=2096, BYTES=size, PIECES=pieces, BLOCK_N=64)
-    within = out.cpu() - torch.arange(64)[:, None] * 2096
-    assert within.tolist() == [[min(first, 1584), min(first + 512, 1584)]] * 64
-    assert first_of_tile(weight, Blocks(128, 64, 8), gated=True) == (512, 1)
-    assert first_of_tile(weight[:, :8].contiguous(), Blocks(64, 128, 4), gated=False) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_programs"), [((22016, 2048), 512), ((64, 1048), 512), ((4096, 2048), 3)]
-)
-def test_the_rows_asked_for_ahead_lie_within_either_half(shape, num_programs):
-    weight = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    asked = FirstRows.of(weight, num_programs, num_warps=4)
-    assert asked.half_bytes == shape[0] * shape[1]
-    assert 0 < asked.programs <= num_programs
-    assert asked.programs * 4 * asked.piece <= min(asked.half_bytes, 8 << 20)
-
-
-@pytest.mark.parametrize("num_rows", [1, 19])
-def test_asking_for_weights_ahead_changes_nothing(num_rows):
-    arrivals, dtype = make_arrivals(DEVICE), DTYPES[-1]
-    linear = TritonLinear(normal(512, 1024, dtype=dtype), None, False, arrivals)
-    gated = TritonLinear(normal(1024, 512, seed=1, dtype=dtype), None, False, arrivals)
-    x = normal(num_rows, 1024, seed=2, dtype=dtype) / 1024
-
-    def run():
-        y = linear.fused(x, next_gated=gated)
-        return y, gated.fused(y, gated=True)
-
-    with without_prefetch():
-        plain = run()
-    for found, expected in zip(run(), plain, strict=True):
-        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from lm_engine.triton.jit.order import after_predecessors
-from lm_engine.triton.jit.prefetch import ask, ask_by_warp, row_offsets, tile_offsets
 
 
 @triton.jit
@@ -20,7 +19,6 @@ def gemv(
     norm_ptr,
     residual_ptr,
     out_ptr,
-    ahead_ptr,
     num_outputs,
     eps,
     K: tl.constexpr,
@@ -30,15 +28,10 @@ def gemv(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
-    AHEAD_BYTES: tl.constexpr,
-    AHEAD_PROGRAMS: tl.constexpr,
-    AHEAD_HALF: tl.constexpr,
-    NUM_WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row, held in registers (BLOCK_K covers K); programs stride over tiles of outputs. A tile's weights
-    are under way while the one before is summed, the first one's before x is known. AHEAD: so are the first
-    weights of either half of the gated linear that comes next."""
+    are under way while the one before is summed, the first one's before x is known."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     num_tiles = tl.cdiv(num_outputs, BLOCK_N)
@@ -53,11 +46,6 @@ def gemv(
         up_tile_NK = tl.load(weights_NK + up_offset, mask=inside_NK, other=0.0)
     if NORM:
         norm_K = tl.load(norm_ptr + columns_K, mask=inside_K, other=0.0).to(tl.float32)
-    if AHEAD_BYTES > 0:  # noqa: SIM102 - the pointer is None otherwise: one is decided as it is compiled
-        if program < AHEAD_PROGRAMS:
-            offset = program.to(tl.int64) * (NUM_WARPS * AHEAD_BYTES)
-            ask_by_warp(ahead_ptr, offset, AHEAD_BYTES)
-            ask_by_warp(ahead_ptr, offset + AHEAD_HALF, AHEAD_BYTES)
     after_predecessors(PDL, EARLY=True)
     x_K = tl.load(x_ptr + columns_K, mask=inside_K, other=0.0).to(tl.float32)
     scale = 1.0
@@ -99,7 +87,6 @@ def skinny_gemm(
     out_ptr,
     parts_ptr,
     arrivals_ptr,
-    ahead_ptr,
     num_rows,
     num_outputs,
     K: tl.constexpr,
@@ -111,18 +98,10 @@ def skinny_gemm(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PRECISION: tl.constexpr,
-    OWN_BYTES: tl.constexpr,
-    OWN_PIECES: tl.constexpr,
-    AHEAD_BYTES: tl.constexpr,
-    AHEAD_ROWS: tl.constexpr,
-    AHEAD_ROW_BYTES: tl.constexpr,
-    AHEAD_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (tile, split): BLOCK_N outputs of all rows over a part of K. The weights are the left operand,
-    which the tensor cores want tall; the split that arrives last adds the parts up in order. OWN: the first
-    of its weights are asked for before x is known; AHEAD: so are the first of each row of the linear that
-    comes next."""
+    which the tensor cores want tall; the split that arrives last adds the parts up in order."""
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES_PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
     tile = tl.program_id(0)
@@ -136,15 +115,6 @@ def skinny_gemm(
     weights_NK = weight_ptr + rows_N[:, None] * K + columns_K[None, :]
     if GATED:
         up_offset = num_outputs.to(tl.int64) * K
-    if OWN_BYTES > 0:
-        SIZE: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-        offsets = tile_offsets(rows_N, first * SIZE, K * SIZE, OWN_BYTES, OWN_PIECES)
-        if GATED:  # a piece of each half
-            offsets += tl.arange(0, 2)[None, :] * (up_offset * SIZE)
-        ask(weight_ptr, offsets, OWN_BYTES)
-    if AHEAD_BYTES > 0:
-        offsets = row_offsets(tile * SPLITS + split, AHEAD_ROWS, AHEAD_ROW_BYTES, AHEAD_BLOCK)
-        ask(ahead_ptr, offsets, AHEAD_BYTES)
     after_predecessors(PDL, EARLY=True)
     sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_sum_NM = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
