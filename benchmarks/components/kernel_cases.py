@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class Shapes:
     rows: tuple[int, ...] = (1, 32)  # of decode steps
     tokens: int = 2048  # of a mixed step, in four sequences
     context: int = 519
+    turn: int = 430  # tokens of a conversation's new turn, computed in a step of `rows[-1]` sequences
+    turn_context: int = 2500
     block_size: int = 16
     num_layers: int = 4  # of whole layers
     cold_bytes: int = 256 << 20
@@ -54,7 +57,7 @@ class Shapes:
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
-TINY = Shapes(64, 96, 4, 2, 16, 200, 4, 2, 32, (1, 2), 8, 20, 16, 2, 0)
+TINY = Shapes(64, 96, 4, 2, 16, 200, 4, 2, 32, (1, 2), 8, 20, 9, 40, 16, 2, 0)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Bench:
         yield self.gate()
         yield self.rotation()
         yield self.mixed_attention()
+        yield self.turn_attention()
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -139,19 +143,22 @@ class Bench:
         num_blocks = 1 + sequences * -(-context // s.block_size)
         return allocate_kv(config, num_blocks, s.block_size, self.dtype, self.device, kv_dtype)
 
-    def metadata(self, sequences: int, context: int, queries: int) -> AttentionMetadata:
-        """Sequences of `context` tokens, the last `queries` of which are computed."""
-        blocks = -(-context // self.shapes.block_size)
+    def metadata(self, context: int, queries: list[int]) -> AttentionMetadata:
+        """Sequences of `context` tokens, the last so many of each are computed."""
+        sequences, size = len(queries), self.shapes.block_size
+        blocks = -(-context // size)
         tables = 1 + torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks)
-        last = torch.arange(context - queries, context)
-        slots = tables[:, last // self.shapes.block_size].long() * self.shapes.block_size
-        slots += last % self.shapes.block_size
+        slots = []
+        for table, count in zip(tables.long(), queries, strict=True):
+            last = torch.arange(context - count, context)
+            slots.append(table[last // size] * size + last % size)
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
         return AttentionMetadata(
-            query_starts=torch.arange(sequences + 1, dtype=torch.int32, device=self.device) * queries,
+            query_starts=starts.to(self.device),
             sequence_lengths=torch.full((sequences,), context, dtype=torch.int32, device=self.device),
             block_tables=tables.to(self.device),
-            slot_mapping=slots.flatten().to(self.device),
-            max_query_length=queries,
+            slot_mapping=torch.cat(slots).to(self.device),
+            max_query_length=max(queries),
             max_sequence_length=context,
             host_query_starts=(),
             host_sequence_lengths=(),
@@ -171,7 +178,7 @@ class Bench:
         s, attention = self.shapes, TritonAttention(self.device)
         num_bytes = self.kv_bytes(rows * s.context, kv_dtype)
         layers = min(self.copies(num_bytes), 64)
-        kv, metadata = self.cache(rows, s.context, layers, kv_dtype), self.metadata(rows, s.context, 1)
+        kv, metadata = self.cache(rows, s.context, layers, kv_dtype), self.metadata(s.context, [1] * rows)
         qkv_MX, angles_MP = self.normal(rows, s.heads.width, scale=1.0), self.angles(rows)
 
         def run(layer: int) -> Callable[[], object]:
@@ -186,18 +193,28 @@ class Bench:
         )
 
     def mixed_attention(self) -> Case:
-        s, attention, sequences = self.shapes, TritonAttention(self.device), 4
-        length = s.tokens // sequences
-        kv, metadata = self.cache(sequences, length, 2, "auto"), self.metadata(sequences, length, length)
-        q_TND = self.normal(s.tokens, s.num_heads, s.head_dim, scale=1.0)
-        k_TGD = self.normal(s.tokens, s.num_kv_heads, s.head_dim, scale=1.0)
+        length = self.shapes.tokens // 4
+        return self.attention_of(f"mixed attention, {self.shapes.tokens} tokens", length, [length] * 4)
+
+    def turn_attention(self) -> Case:
+        """One sequence computes a new turn, the others decode: few programs, each over many keys."""
+        s = self.shapes
+        queries = [s.turn] + [1] * (s.rows[-1] - 1)
+        name = f"mixed attention, a turn of {s.turn} and {len(queries) - 1} decodes"
+        return self.attention_of(name, s.turn_context, queries)
+
+    def attention_of(self, name: str, context: int, queries: list[int]) -> Case:
+        s, attention = self.shapes, TritonAttention(self.device)
+        kv, metadata = self.cache(len(queries), context, 2, "auto"), self.metadata(context, queries)
+        q_TND = self.normal(sum(queries), s.num_heads, s.head_dim, scale=1.0)
+        k_TGD = self.normal(sum(queries), s.num_kv_heads, s.head_dim, scale=1.0)
 
         def run(layer: int) -> Callable[[], object]:
             return lambda: attention.attend(q_TND, k_TGD, k_TGD, kv, layer, metadata)
 
-        operations = 2 * sequences * length**2 * s.num_heads * s.head_dim  # causal: half of all pairs
-        moved = 2 * q_TND.nbytes + 2 * self.kv_bytes(s.tokens, "auto")
-        return Case(f"mixed attention, {s.tokens} tokens", [run(0), run(1)], moved, operations)
+        pairs = sum(count * context - count * (count - 1) // 2 for count in queries)
+        moved = 2 * q_TND.nbytes + self.kv_bytes(sum(queries) + len(queries) * context, "auto")
+        return Case(name, [run(0), run(1)], moved, 4 * pairs * s.num_heads * s.head_dim)
 
     def rotation(self) -> Case:
         s, attention = self.shapes, TritonAttention(self.device)
@@ -279,7 +296,7 @@ class Bench:
         """A decode step without its ends; a run is all layers, its bytes those of one."""
         s, attention = self.shapes, TritonAttention(self.device)
         layers = [self.layer() for _ in range(s.num_layers)]
-        kv, metadata = self.cache(rows, s.context, s.num_layers, "auto"), self.metadata(rows, s.context, 1)
+        kv, metadata = self.cache(rows, s.context, s.num_layers, "auto"), self.metadata(s.context, [1] * rows)
         residual_MH, angles_MP = self.normal(rows, s.hidden), self.angles(rows)
         passes = DecodePass(attention)
 

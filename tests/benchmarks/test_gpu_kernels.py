@@ -29,6 +29,7 @@ def test_every_kernel_runs_at_tiny_shapes(tmp_path: Path) -> None:
     assert len(set(names)) == len(names)
     assert {f"{kind}, {rows} rows" for kind in KINDS for rows in (1, 2)} <= set(names)
     assert {"2 layers, 1 rows", "2 layers, 2 rows"} <= set(names)
+    assert {"mixed attention, 8 tokens", "mixed attention, a turn of 9 and 1 decodes"} <= set(names)
     for one in found["kernels"]:
         assert one["num_bytes"] > 0
         assert one["floor_us"] is None
