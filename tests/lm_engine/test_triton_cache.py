@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,8 @@ def test_of_many_who_build_a_launcher_at_once_the_first_stays(
 
 class SlowKernel:
     """Compiles only when the test lets it, and must be launched complete."""
+
+    params = (SimpleNamespace(do_not_specialize=False),) * 2
 
     def __init__(self) -> None:
         self.compiled: list[object] = []

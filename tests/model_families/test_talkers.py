@@ -196,7 +196,12 @@ class Mind:
         opened.decoder_config = dataclasses.replace(opened.decoder_config, kept_hidden_of=kept_of, **layers)
         decoder = opened.load_decoder(CPU, torch.float32, "native")
         width = opened.decoder_config.hidden_size
-        fields = {"num_blocks": 22, "context_length": 200, "max_step_tokens": 40, "max_sequences": 8}
+        fields = {
+            "num_blocks": 16,
+            "context_length": 200,
+            "max_step_tokens": 40,
+            "max_sequences": 8,
+        }  # fewer than eight need
         fields |= {"block_size": 8, "plain_embedding_width": width, "long_prefill_cap": 13}
         fields |= {"embedding_width": width * (1 + decoder.config.num_deepstack_levels)}
         config = EngineConfig(**(fields | {"eos_token_ids": (), "spoken_hidden": kept_of} | changes))
