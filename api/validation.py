@@ -9,7 +9,7 @@ from typing import TypeVar
 from api.sample_text import TextOptions
 from api.schemas import ChatRequest, CompletionRequest, GenerationFields, is_given
 from contracts.errors import BadRequest, NotFound
-from contracts.params import SamplingParams
+from contracts.params import SamplingDefaults, SamplingParams
 from stages.service import UNLIMITED, ModelCard
 
 MAX_LOGPROBS = 20
@@ -98,7 +98,7 @@ def check_model(name: str | None, card: ModelCard) -> str:
 
 
 def sampling_of(
-    request: ChatRequest | CompletionRequest, vocab_size: int, max_samples: int
+    request: ChatRequest | CompletionRequest, vocab_size: int, max_samples: int, defaults: SamplingDefaults
 ) -> SamplingParams:
     max_tokens = _max_tokens(request)
     min_tokens = checked("min_tokens", request.min_tokens, 0)
@@ -112,14 +112,16 @@ def sampling_of(
         n=n,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=checked("temperature", request.temperature, 1.0),
-        top_p=checked("top_p", request.top_p, 1.0),
+        temperature=checked("temperature", request.temperature, defaults.temperature),
+        top_p=checked("top_p", request.top_p, defaults.top_p),
         # -1 means off in vLLM; more than the vocabulary leaves out nothing
-        top_k=min(max(0, checked("top_k", request.top_k, 0)), vocab_size),
-        min_p=checked("min_p", request.min_p, 0.0),
+        top_k=min(max(0, checked("top_k", request.top_k, defaults.top_k)), vocab_size),
+        min_p=checked("min_p", request.min_p, defaults.min_p),
         presence_penalty=checked("presence_penalty", request.presence_penalty, 0.0),
         frequency_penalty=checked("frequency_penalty", request.frequency_penalty, 0.0),
-        repetition_penalty=checked("repetition_penalty", request.repetition_penalty, 1.0),
+        repetition_penalty=checked(
+            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty
+        ),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         seed=seed,
         logprobs=_num_logprobs(request),

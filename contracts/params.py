@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request is given where it leaves a parameter out: the checkpoint's own (generation_config.json),
+    else what changes nothing. `top_k` 0 or -1 is off."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

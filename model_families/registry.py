@@ -13,6 +13,7 @@ import torch
 
 from contracts.errors import BadRequest, EngineError
 from contracts.media import MediaItem, Prompt
+from contracts.params import SamplingDefaults
 from contracts.pipeline import Pipeline
 from contracts.specs import MediaSpecs, SpeechSpec
 from encoder_pool.model import EncoderModel
@@ -216,6 +217,21 @@ def _parts_of(folder: Path) -> FamilyParts:
         param="model",
         code="unsupported_model",
     )
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Of generation_config.json, as far as it names any. Raises a checkpoint error for what cannot be."""
+    path = folder / GENERATION_FILE
+    if not path.exists():
+        return SamplingDefaults()
+    names = SamplingDefaults.__struct_fields__
+    try:
+        named = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.convert(
+            {name: named[name] for name in names if named.get(name) is not None}, SamplingDefaults
+        )
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise checkpoint_error(f"{path}: {error}") from error
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from connectors.inproc import inproc_pair
 from connectors.interface import Receiver, Sender
 from contracts.digests import Digester
 from contracts.messages import FromStage, ToStage
+from model_families.registry import read_sampling_defaults
 from preprocess.jobs import PoolConfig
 from preprocess.service import Preprocessor, PreprocessorConfig
 from stages.coordinator import Coordinator
@@ -325,4 +326,5 @@ def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:
         sample_rate=None if speech is None else speech.sample_rate,
         samples_per_frame=None if speech is None else speech.samples_per_frame,
         transcribes=plan.family.transcriber is not None,
+        sampling=read_sampling_defaults(plan.folder),
     )

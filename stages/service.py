@@ -11,7 +11,7 @@ import msgspec
 from contracts.conversation import Conversation
 from contracts.media import MediaSource
 from contracts.messages import FinishReason, IntegrityReport, SampleDelta
-from contracts.params import SamplingParams
+from contracts.params import SamplingDefaults, SamplingParams
 from contracts.timings import Timing
 from contracts.transcription import TranscriptEvent, TranscriptionOptions
 
@@ -33,6 +33,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     sample_rate: int | None = None  # of the speech, Hz
     samples_per_frame: int | None = None  # of the speech: what one audio token of usage stands for
     transcribes: bool = False  # made for /v1/audio/transcriptions, and for nothing else
+    sampling: SamplingDefaults = SamplingDefaults()
 
 
 class SpeechOptions(msgspec.Struct, frozen=True, kw_only=True):

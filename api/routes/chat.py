@@ -54,7 +54,9 @@ def _job(api: Api, body: ChatRequest) -> ChatJob:
     card = api.service.card
     model = check_model(body.model, card)
     check_chat(body, card)
-    sampling = sampling_of(body, api.service.tokenizer.vocab_size, api.settings.max_samples)
+    sampling = sampling_of(
+        body, api.service.tokenizer.vocab_size, api.settings.max_samples, api.service.card.sampling
+    )
     spoken = _spoken(body, card)
     if spoken is not None and sampling.n != 1:
         raise invalid("n", "must be 1 for a spoken answer")

@@ -64,7 +64,7 @@ def _job(api: Api, body: CompletionRequest) -> CompletionJob:
     model = check_model(body.model, api.service.card)
     check_completion(body)
     tokenizer, settings = api.service.tokenizer, api.settings
-    sampling = sampling_of(body, tokenizer.vocab_size, settings.max_samples)
+    sampling = sampling_of(body, tokenizer.vocab_size, settings.max_samples, api.service.card.sampling)
     prompts = _prompts(body.prompt, tokenizer.vocab_size, settings.max_prompts)
     if len(prompts) * sampling.n > settings.max_samples:
         raise invalid("n", f"times the number of prompts must be at most {settings.max_samples}")

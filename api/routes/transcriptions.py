@@ -91,7 +91,11 @@ async def _job(api: Api, task: Literal["transcribe", "translate"], form: Form) -
     card = api.service.card
     check_model(form.text("model"), card)
     if not card.transcribes:
-        raise BadRequest(f"{card.names[0]} does not transcribe", param="model", code="unsupported_model")
+        raise BadRequest(
+            f"{card.names[0]} does not transcribe: serve a Whisper or Qwen3-ASR checkpoint, or ask in a chat",
+            param="model",
+            code="unsupported_model",
+        )
     data = form.file("file")
     if data is None:
         raise BadRequest("`file` is required", param="file", code="missing_required_parameter")

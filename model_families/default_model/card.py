@@ -22,7 +22,9 @@ BLIND = """\
 SEES = """\
 - **Sees** drawn things: colour, shape, number (to five) and place of simple shapes, printed numbers and
   short words, common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on
-  pictures that a program drew. Not made for photographs: of those, and of videos, do not believe it.
+  pictures that a program drew. Not made for photographs: of those, and of videos, do not believe it. It
+  often mixes up things that stand beside each other, and pictures of one message; text of several words or
+  with signs in it is read wrongly. In a conversation that holds a picture it talks of pictures alone.
 """
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\

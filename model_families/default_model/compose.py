@@ -18,6 +18,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as SmolLM2's card has it: at 1 it babbles
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 ROW_MULTIPLE = 64
 SEED = 20250101
@@ -78,7 +79,7 @@ def compose(
         model.model.load_state_dict({**model.model.state_dict(), **tower})
     check_text_logits(llama, model)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model.generation_config = GenerationConfig(**ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(**ids, pad_token_id=tokenizer.pad_token_id, **SAMPLING)
     tokenizer.save_pretrained(directory)
     model.to(torch.bfloat16).save_pretrained(directory)
     preprocessor = PREPROCESSOR if tower is None else PREPROCESSOR | TRAINED_PIXELS

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from api.validation import MAX_STOP_CHARS
-from contracts.params import SamplingParams
+from contracts.params import SamplingDefaults, SamplingParams
 from stages.service import UNLIMITED
 from tests.api.fakes import ScriptedService
 from tests.api.serving import post, user
@@ -235,3 +235,18 @@ def test_a_bound_is_said_in_full() -> None:
     body = user("hi") | {"seed": 2**64}
     message = post(ScriptedService(), CHAT, body).json()["error"]["message"]
     assert message == f"`seed` must be from {-(2**63)} to {2**64 - 1}"
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_what_is_left_out_is_the_checkpoint_s_own(path: str) -> None:
+    service = ScriptedService()
+    own = SamplingDefaults(temperature=0.2, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.05)
+    service.card = msgspec.structs.replace(service.card, sampling=own)
+    assert post(service, path, body_for(path)).status_code == 200
+    drawn = service.last.request.sampling
+    assert all(getattr(drawn, name) == getattr(own, name) for name in own.__struct_fields__)
+    given = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    assert post(service, path, {**body_for(path), **given}).status_code == 200
+    neutral = msgspec.structs.replace(SamplingDefaults(), temperature=0.0)
+    drawn = service.last.request.sampling
+    assert all(getattr(drawn, name) == getattr(neutral, name) for name in neutral.__struct_fields__)

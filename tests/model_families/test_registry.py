@@ -13,8 +13,9 @@ from contracts.conversation import Conversation, MediaPart, Message, TextPart
 from contracts.digests import ContentDigest
 from contracts.errors import BadRequest, EngineError
 from contracts.media import MediaItem, MediaSource
+from contracts.params import SamplingDefaults
 from encoder_pool.model import EncoderInput
-from model_families.registry import FAMILIES, open_family
+from model_families.registry import FAMILIES, open_family, read_sampling_defaults
 from tests.tiny_models import FAMILIES as TINY_FAMILIES
 from tests.tiny_models import VISION_FAMILIES, reference_inputs, reference_model
 
@@ -116,6 +117,19 @@ def test_the_architecture_decides_when_the_type_is_unknown(tiny, tmp_path):
 def test_a_folder_without_config_is_an_error(tmp_path):
     with pytest.raises(EngineError, match=r"config\.json"):
         open_family(tmp_path)
+
+
+def test_sampling_defaults_are_the_checkpoint_s(tiny, tmp_path):
+    own = {"temperature": 1e-6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "min_p": None}
+    folder = copy_with(tiny("qwen2"), tmp_path, "generation_config.json", **own)
+    found = read_sampling_defaults(folder)
+    assert found == SamplingDefaults(temperature=1e-6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    for name, value in (("temperature", 3), ("top_p", "high"), ("top_k", 1.5)):
+        copy_with(tiny("qwen2"), tmp_path, "generation_config.json", **{name: value})
+        with pytest.raises(EngineError, match=rf"generation_config.json.*{name}"):
+            read_sampling_defaults(folder)
+    (folder / "generation_config.json").unlink()
+    assert read_sampling_defaults(folder) == SamplingDefaults()
 
 
 def test_a_text_family_has_no_encoder(tiny):
