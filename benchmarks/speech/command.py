@@ -43,6 +43,7 @@ from benchmarks.wire.server import ServerInfo, describe, own_voice
 
 SCHEMA = "omnistage.bench.speech/1"
 USUAL_VOICE = "alloy"
+CHAT_TOKENS = 64  # of an answer, unless --extra-body says otherwise: a small model may talk without end
 
 
 class SpeechOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +191,7 @@ def body_of(options: SpeechOptions, model: str | None, extra_json: bytes, index:
             "modalities": ["text", "audio"],
             "audio": {"voice": options.voice, "format": "pcm16"},
             "stream": True,
+            "max_tokens": CHAT_TOKENS,
         }
     body |= msgspec.json.decode(extra_json, type=dict[str, object])
     return msgspec.json.encode(body)

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.rivals.transformers_omni import Speaker, _handler
 from benchmarks.speech import command
-from benchmarks.speech.command import SpeechReport, main
+from benchmarks.speech.command import CHAT_TOKENS, SpeechReport, main
 from benchmarks.speech.playback import Packet, play
 from benchmarks.speech.stage_seconds import increase, parse_counts, parse_seconds
 from contracts.errors import EngineError
@@ -98,6 +98,8 @@ def test_a_server_is_measured(tmp_path: Path, arguments: tuple[str, ...]) -> Non
     if not arguments:
         said = [flow.request.speech.verbatim for flow in service.flows.values()]  # type: ignore[union-attr]
         assert len(set(said)) == 5
+    else:  # bounded, or a small model talks to the end of its context
+        assert {flow.request.sampling.max_tokens for flow in service.flows.values()} == {CHAT_TOKENS}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--chat",)])
