@@ -64,6 +64,11 @@ class TensorParallel(Protocol):
         steps may run on any."""
         ...
 
+    def close(self) -> None:
+        """Leaves the others, who need not be there any more. Graphs that hold sums must be gone: NCCL waits
+        for them. Nothing is added up afterwards. Idempotent."""
+        ...
+
 
 class OneRank:
     """Rank 0 of so many, without the others: sums are its own parts. For what a rank launches."""
@@ -82,6 +87,9 @@ class OneRank:
 
     def apart(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def close(self) -> None:
+        pass
 
 
 class _Work(Protocol):
@@ -115,26 +123,26 @@ class RankGroup:
             gloo._timeout = START_LIMIT
             gloo._devices = [distributed.ProcessGroupGloo.create_device(interface="lo")]
             group = cast(_Group, distributed.ProcessGroupGloo(store, rank, size, gloo))
-        self._group = group
+        self._group: _Group | None = group
         self.smallest(0)  # NCCL meets in the first call
 
     def add_up(self, part: Tensor) -> Tensor:
         part = part.contiguous()
         if not self._is_apart:
-            _wait(self._group.allreduce([part], _allreduce_options()))
+            _wait(self._made().allreduce([part], _allreduce_options()))
         return part
 
     def share(self, tensor: Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = False
-        _wait(self._group.broadcast([tensor], options))
+        _wait(self._made().broadcast([tensor], options))
 
     def smallest(self, value: int) -> int:
         options = _allreduce_options()
         options.reduceOp = distributed.ReduceOp.MIN  # type: ignore[assignment]
         found = torch.tensor([value], device=self._device)
-        _wait(self._group.allreduce([found], options))
+        _wait(self._made().allreduce([found], options))
         return int(found.item())
 
     @contextmanager
@@ -144,6 +152,13 @@ class RankGroup:
             yield
         finally:
             self._is_apart = False
+
+    def close(self) -> None:
+        self._group = None  # torch aborts what NCCL holds: to take leave, it would wait for the others
+
+    def _made(self) -> _Group:
+        assert self._group is not None, "the ranks have parted"
+        return self._group
 
 
 def _wait(work: _Work | None) -> None:

@@ -229,6 +229,8 @@ class LeadingRunner(RankRunner):
     def close(self) -> None:
         super().close()
         self._followers.close()
+        self._graphs = self._passes = None  # first: NCCL's end waits for graphs that hold its sums
+        self._parallel.close()
 
 
 def _digest_of(done: Future[StepResult]) -> int:

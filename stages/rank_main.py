@@ -31,10 +31,13 @@ def main() -> None:
     channel = socket.socket(fileno=setup.channel_fd)
     group = RankGroup(setup.rank, setup.size, setup.meeting_fd, torch.device(share.device))
     config = plan.deployment.lms[setup.stage]
-    build_following_runner(plan.family, config, share, plan.context_length, group, channel).follow()
+    runner = build_following_runner(plan.family, config, share, plan.context_length, group, channel)
+    runner.follow()
+    logging.shutdown()
+    # With all of it alive: the kernel takes everything back at once, where NCCL would wait for its graphs and
+    # take leave of ranks that are gone.
+    os._exit(0)
 
 
 if __name__ == "__main__":
     main()
-    logging.shutdown()
-    os._exit(0)  # the kernel takes everything back at once; NCCL would take leave of ranks that are gone

@@ -9,6 +9,7 @@ import queue
 import socket
 import struct
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from contracts.media import MediaItem, Prompt
 from contracts.messages import EmbeddingsNeeded, Failed, Generate, Generated
 from contracts.params import SamplingParams
 from lm_engine.engine import LMEngine
-from lm_engine.parallel import RankGroup, ShardedWeights, shard_config
+from lm_engine.parallel import OneRank, RankGroup, ShardedWeights, shard_config
 from lm_engine.plan import Admission, SequenceStep, SpanPiece, StepPlan
-from lm_engine.ranks import Followers, PlanDecoder, RankRunner, encode_plan
+from lm_engine.ranks import Followers, LeadingRunner, PlanDecoder, RankRunner, encode_plan
 from stages.build import build_following_runner, build_lm_engine
 from stages.deployment import DeploymentError
 from stages.options import ServeOptions
@@ -175,6 +176,35 @@ def test_a_rank_adds_nothing_up_while_it_is_apart() -> None:
     with ThreadPoolExecutor(2) as threads:
         sums = list(threads.map(lambda group: group.add_up(torch.ones(2)).tolist(), (one, other)))
     assert sums == [[2, 2], [2, 2]]
+
+
+def test_rank_0_parts_when_the_others_are_told_and_no_graph_is_left(tmp_path: Path) -> None:
+    """NCCL's end waits for every graph that holds sums."""
+
+    class Graphs:
+        max_rows = 1
+
+        def compile_all(self) -> None: ...
+
+        def capture_all(self) -> int:
+            return 1
+
+    told: list[object] = []
+
+    class Group(OneRank):
+        def close(self) -> None:
+            told.append([graphs() for graphs in left])
+
+    followers = Followers([], told.append, lambda: told.append("reaped"))
+    engine = build(plan_of(build_tiny("llama", tmp_path / "llama", num_hidden_layers=1)), None)
+    model, kv = engine._runner.model, engine._runner.kv
+    runner = LeadingRunner(model, kv, Group(2), followers, max_sequences=2, max_length=64)
+    runner._graphs, runner._passes = Graphs(), Graphs()
+    left = [weakref.ref(runner._graphs), weakref.ref(runner._passes)]
+    assert runner.capture_graphs() == 2
+    runner.close()
+    assert told == ["reaped", [None, None]]
+    engine.close()
 
 
 def test_graphs_are_compiled_apart_and_captured_together(tmp_path: Path) -> None:
