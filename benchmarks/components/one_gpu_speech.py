@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.components.one_gpu_table import put
 from benchmarks.components.run_loads import (
     SPEECH_HEADER,
+    SPOKEN_S,
     WORK_HEADER,
     audio_s_per_s,
     speech_cells,
@@ -41,7 +42,6 @@ from benchmarks.text_table import number, render
 FILE = "omni-one-gpu.toml"
 CASES = ((1, 6), (4, 16), (16, 48), (64, 128))  # streams, requests
 QUICK_CASES = ((1, 1), (2, 2))
-SPOKEN_S = "server.max_speech_s=8.08"  # 101 frames
 START_LIMIT_S, AGAIN_LIMIT_S = 150.0, 100.0
 # Leaves room for a talker and a vocoder of another process.
 BOUNDED = ("thinker.memory=66GiB", "thinker.max_context=8192", "talker.memory=16GiB")

@@ -15,6 +15,7 @@ from benchmarks.text_table import number
 
 Report = dict[str, Any]
 SPOKEN = '{"max_tokens": 40, "ignore_eos": true}'
+SPOKEN_S = "server.max_speech_s=8.08"  # 101 frames: what noise speaks would not end by itself
 CHAT_HEADER = ["req/s", "cold TTFT", "p99", "warm TTFT", "p99", "ITL p50", "p99", "failed"]
 DECODE_HEADER = ["decode", "streams", "tokens in", "TPOT ms", "tok/s", "TTFT ms", "failed"]
 SPEECH_HEADER = ["streams", "s each", "first packet", "p99", "audio-s/s", "RTF p50", "underrun p99", "failed"]
@@ -159,9 +160,10 @@ def speech_work(report: Report) -> list[str]:
 
 
 # --- edges --------------------------------------------------------------------------------------------------
-def links_report(run: Run, devices: str, connectors: str) -> list[Report]:
-    """Of the edges between two processes, by connector and size. Alone on the machine."""
-    name = f"links {devices.replace(':', '').replace(',', '-')}"
+def links_report(run: Run, devices: str, connectors: str, case: str = "") -> list[Report]:
+    """Of the edges between two processes, by connector and size. Alone on the machine. `case` parts it from
+    others of the same devices."""
+    name = f"links {devices.replace(':', '').replace(',', '-')} {case}".rstrip()
     result = run.json(name)
     command = python("benchmarks.components.gpu_links", "--devices", devices, "--connectors", connectors)
     command += ["--json", str(result), "--pings", "20" if run.quick else "200"]

@@ -147,7 +147,7 @@ def servers(
     if run.only_servers:
         wanted = [server for server in wanted if any(part in server.name for part in run.only_servers)]
     started: list[Running] = [] if all_started is None else all_started
-    before_mib = used_gpu_mib()
+    before_mib = used_mib_of_gpus()
     try:
         for server in wanted:
             started.append(start_server(run, server, free_port()))
@@ -214,8 +214,12 @@ def first_answer_s(running: Running) -> float:
 # --- the memory of a GPU ------------------------------------------------------------------------------------
 def used_gpu_mib() -> float | None:
     """Of the first GPU; None where nothing tells."""
-    found = _ask_gpu("--query-gpu=memory.used")
-    return float(found[0]) if found and found[0].isdigit() else None
+    return next(iter(used_mib_of_gpus()), None)
+
+
+def used_mib_of_gpus() -> list[float]:
+    """Empty where nothing tells."""
+    return [float(used) for used in _ask_gpu("--query-gpu=memory.used") if used.isdigit()]
 
 
 def gpu_mib_by_process() -> dict[int, float]:
@@ -232,12 +236,14 @@ def _ask_gpu(query: str) -> list[str]:
     return asked.stdout.splitlines() if asked.returncode == 0 else []
 
 
-def _wait_released(before_mib: float | None) -> None:
+def _wait_released(before_mib: Sequence[float]) -> None:
     """The next server plans with what is free."""
     end_s = time.monotonic() + RELEASE_LIMIT_S
-    while before_mib is not None and time.monotonic() < end_s:
-        used = used_gpu_mib()
-        if used is None or used <= before_mib + MIB_LEFT_OVER:
+    while time.monotonic() < end_s:
+        used = used_mib_of_gpus()
+        if len(used) != len(before_mib) or all(
+            now <= before + MIB_LEFT_OVER for now, before in zip(used, before_mib, strict=True)
+        ):
             return
         time.sleep(POLL_S)
 

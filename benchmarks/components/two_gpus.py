@@ -1,11 +1,16 @@
 """Everything that two GPUs of one host are for, measured in one run.
 
-    python -m benchmarks.components.two_gpus --out DIR [--only links,tests,chat,decode,speech,death]
+    python -m benchmarks.components.two_gpus --out DIR [--only tests,speech,death,links,chat,decode]
 
-Servers of the deployments in `examples/deployments` for chat are started beside each other and then measured
-in turns: one that nobody asks anything uses neither its GPU nor a core. Two that need one GPU each are
-measured side by side, each with a GPU and half of the cores of its own. A part that fails leaves its log and
-does not stop the others.
+`--only` also takes together: spoken answers of a talker and a vocoder in one process, as the deployment's
+file has not chosen.
+
+Servers of the deployments in `examples/deployments` for speech are started one after the other, each once for
+all that is measured on it. Those for chat are started beside each other and then measured in turns: one that
+nobody asks anything uses neither its GPU nor a core. Two that need one GPU each are measured side by side,
+each with a GPU and half of the cores of its own. Parts run in the order above. One that fails leaves its log
+and does not stop the others; one for which too little time is left is named as not run. DIR gets two_gpus.txt
+(the tables, printed last), two_gpus.json and two_gpus.logs.tar.gz after every part.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.components.one_gpu_table import FRAME_FLOORS_MS, FRAME_MS
 from benchmarks.components.requirements import complaint
 from benchmarks.components.run_loads import (
     CHAT_HEADER,
@@ -29,14 +36,17 @@ from benchmarks.components.run_loads import (
     QUICK_CHAT_LOAD,
     SPEECH_HEADER,
     SPOKEN,
+    WORK_HEADER,
     audio_s_per_s,
     bench,
     chat_cells,
     decode_report,
     decode_rows,
+    figure,
     links_report,
     speech_cells,
     speech_report,
+    speech_work,
     voice_of,
 )
 from benchmarks.components.run_processes import (
@@ -46,6 +56,7 @@ from benchmarks.components.run_processes import (
     python,
     read,
     spawn,
+    stop,
     tail,
     try_part,
 )
@@ -55,22 +66,35 @@ from benchmarks.components.run_servers import (
     Running,
     Server,
     folder,
+    log_of,
     prepare,
     servers,
+    steps_table,
+    used_mib_of_gpus,
 )
-from benchmarks.components.two_gpus_servers import CHAT, SPEECH
+from benchmarks.components.two_gpus_servers import CHAT, SPEECH, TOGETHER
 from benchmarks.text_table import number, render
 
 GREEDY_PROMPTS = 8
 GREEDY_TOKENS = 48
+PARTS = ("tests", "speech", "death", "links", "chat", "decode")
+SPEECH_CASES = ((16, 48), (64, 128))  # streams, requests
+DEATH_CASES = ((16, 192), (64, 320))
+KILLED_AFTER_S = 3.0  # of at least 5 that the answers take
+SPEECH_START_LIMIT_S, CHAT_START_LIMIT_S = 130.0, 110.0
+TESTS_LIMIT_S = 200.0
+# Measuring alone, with what is started for it; and what a part is not begun without.
+LIMITS_S = {"speech": 100.0, "death": 110.0, "links": 150.0, "chat": 200.0, "decode": 90.0}
+LEAST_S = {"tests": 60.0, "speech": 90.0, "links": 40.0, "chat": 120.0, "decode": 60.0}
 
 
 # --- parts --------------------------------------------------------------------------------------------------
 def links(run: Run) -> None:
     """Alone on the machine."""
-    cases = [("cuda:0,cuda:1", "cuda_ipc,shm,nixl"), ("cuda:0,cuda:0", "cuda_ipc")]
-    for devices, connectors in [("cpu,cpu", "shm")] if run.quick else cases:
-        links_report(run, devices, connectors)
+    between = [("cuda:0,cuda:1", connector) for connector in ("cuda_ipc", "shm", "nixl")]
+    cases = [*between, ("cuda:0,cuda:0", "cuda_ipc")]
+    for devices, connector in [("cpu,cpu", "shm")] if run.quick else cases:  # one that hangs spoils no other
+        links_report(run, devices, connector, connector)
 
 
 def chat(run: Run, there: dict[str, Running]) -> None:
@@ -164,87 +188,135 @@ def greedy(running: Running, prompt: str, max_tokens: int = GREEDY_TOKENS) -> li
 
 
 def speech(run: Run, there: dict[str, Running]) -> None:
-    """One server after the other."""
-    for streams in (2,) if run.quick else (16, 64):
-        for server in SPEECH:
-            if server.name in there:
-                speech_report(run, there[server.name], streams, streams * (2 if streams == 16 else 1))
+    memory = run.results.setdefault("memory_mib", {})
+    for name, running in there.items():
+        memory[f"{name}, ready"] = used_mib_of_gpus()
+        run.show(steps_table({name: log_of(run, running.server)}))
+        for streams, requests in ((2, 4),) if run.quick else SPEECH_CASES:
+            speech_report(run, running, streams, requests)
+        memory[f"{name}, in the end"] = used_mib_of_gpus()
     run.show(speech_table(run))
 
 
 def speech_table(run: Run) -> str:
-    rows = []
-    for server in SPEECH:
-        for streams in (2, 16, 64):
+    """What was found of spoken answers, beside the floor of the rate; then what each stage's steps took."""
+    found, works = [], []
+    for server in (*SPEECH, TOGETHER):
+        for streams in (2, *(streams for streams, _ in SPEECH_CASES)):
             report = run.results.get(f"speech {streams} {server.name}")
             if report is not None:
+                frame_ms = FRAME_FLOORS_MS.get(streams)
+                floor = None if frame_ms is None else streams * FRAME_MS / frame_ms
                 each = number(audio_s_per_s(report) / server.num_gpus)
-                rows.append([server.name, *speech_cells(report), each])
-    return render(["", *SPEECH_HEADER, "audio-s/s a GPU"], rows)
+                found.append([server.name, *speech_cells(report), each, number(floor)])
+                works.append([server.name, *speech_work(report)])
+    header = ["speech", *SPEECH_HEADER, "audio-s/s a GPU", "floor"]
+    return "\n".join([render(header, found), render(["steps of speech", *WORK_HEADER], works)])
 
 
 def death(run: Run, there: dict[str, Running]) -> None:
-    running = there.get(SPEECH[1].name)
-    if running is None:
-        return
-    result = run.json("death")
-    command = python("benchmarks.components.speech_death", "--url", running.url, "--stage", "talker")
-    command += [
-        "--extra-body",
-        SPOKEN,
-        "--json",
-        str(result),
-        "--timeout",
-        "75",
-        "--voice",
-        voice_of(running),
-    ]
-    command += (
-        ["--requests", "4", "--concurrency", "2", "--after-s", "2"] if run.quick else ["--after-s", "3"]
-    )
-    finish(run, {"death": spawn(run, "death", command)}, 90)
-    run.show(tail(run.log("death"), 6))
-    run.results["death"] = read(result)
+    """Of the talker's worker, under each load; the next one begins when it is there again."""
+    for running in there.values():
+        for streams, requests in ((2, 6),) if run.quick else DEATH_CASES:
+            name = f"death {streams} {running.server.name}"
+            result = run.json(name)
+            command = python("benchmarks.components.speech_death", "--url", running.url, "--stage", "talker")
+            command += ["--extra-body", SPOKEN, "--json", str(result), "--voice", voice_of(running)]
+            command += ["--requests", str(requests), "--concurrency", str(streams), "--timeout", "50"]
+            command += ["--after-s", "0.3" if run.quick else str(KILLED_AFTER_S)]
+            finish(run, {name: spawn(run, name, command)}, 60)
+            run.results[name] = read(result)
+    run.show(death_table(run))
+
+
+def death_table(run: Run) -> str:
+    """Milliseconds; "sounding": streams that the kill interrupted, of which the pauses are."""
+    rows = []
+    for name, report in run.results.items():
+        if name.startswith("death ") and report is not None:
+            pause, before, underrun = (report[key] for key in ("pause_ms", "gap_before_ms", "underrun_ms"))
+            waits = report["first_packet_after_ms"]
+            counts = [str(report[key]) for key in ("requests", "under_way", "restarts")]
+            cells = [
+                figure(pause, "p50"),
+                figure(pause, "p99"),
+                figure(before, "p99"),
+                figure(underrun, "p99"),
+            ]
+            rows.append([name, *counts, *cells, figure(waits, "p99"), str(sum(report["failures"].values()))])
+    header = ["talker killed", "requests", "sounding", "restarts", "pause p50", "p99", "gap before p99"]
+    return render([*header, "underrun p99", "waited for sound p99", "failed"], rows)
+
+
+def links_table(run: Run) -> str:
+    rows = []
+    for name, report in run.results.items():
+        for one in report if name.startswith("links ") else ():
+            times = [number(one[key]) for key in ("latency_us", "latency_p99_us", "floor_us")]
+            rates = [number(one[key]) for key in ("gib_per_s", "floor_gib_per_s")]
+            rows.append([name.removeprefix("links "), f"{one['nbytes'] >> 10} KiB", *times, *rates])
+    return render(["edges", "size", "one way p50, µs", "p99", "floor", "GiB/s", "floor"], rows)
+
+
+def tests(run: Run) -> None:
+    """Those that one GPU skips. Should one hang, the stacks of its processes are at the end of the log."""
+    command = python("pytest", "-v", "-s", "-m", "gpu", "-p", "no:cacheprovider")
+    command += ["-o", "faulthandler_timeout=60", "-k", "cuda:1 or test_two_gpus"]
+    process = spawn(run, "tests", [*command, "tests/gpu/test_cuda_ipc.py", "tests/gpu/test_two_gpus.py"])
+    try:
+        status = process.wait(max(1.0, min(TESTS_LIMIT_S, run.left_s)))
+    except subprocess.TimeoutExpired:
+        stop(process, signal.SIGABRT)
+        status = None
+    if status != 0:
+        run.fail(f"tests: {'too late' if status is None else f'status {status}'}")
+    run.results["tests"] = tail(run.log("tests"), 200)
+    run.show(tail(run.log("tests"), 24 if status == 0 else 120))
 
 
 # --- all of it ----------------------------------------------------------------------------------------------
 def measure(run: Run, parts: Sequence[str]) -> None:
+    if "tests" in parts and not run.quick:
+        try_part(run, "tests", partial(tests, run), needs_s=LEAST_S["tests"])
+    for server in (*SPEECH, TOGETHER):  # one after the other: both would not fit with their graphs
+        speech_parts = spoken_parts(server, parts)
+        if speech_parts:
+            limit_s = SPEECH_START_LIMIT_S + sum(LIMITS_S[name] for name in speech_parts)
+            with_servers = partial(on_servers, run, [server], speech_parts, SPEECH_START_LIMIT_S)
+            try_part(run, server.name, with_servers, limit_s=limit_s, needs_s=LEAST_S["speech"])
+    if "links" in parts:
+        try_part(run, "links", partial(links, run), limit_s=LIMITS_S["links"], needs_s=LEAST_S["links"])
     chat_parts = [part for part in ("chat", "decode") if part in parts]
-    if chat_parts or "tests" in parts:
-        wanted: Sequence[Server] = ()
-        if chat_parts:
-            wanted = CHAT if "chat" in parts else (CHAT[0], CHAT[5])
-        tests = None
-        if "tests" in parts and not run.quick:
-            command = python("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-s")
-            command += ["tests/gpu/test_cuda_ipc.py", "tests/gpu/test_two_gpus.py"]
-            tests = spawn(run, "tests", command)  # while servers start
-        with servers(run, wanted) as there:
-            if tests is not None:
-                try_part(run, "tests", lambda: report_tests(run, tests))
-            for name, measuring in (("chat", chat), ("decode", decode)):
-                if name in parts and there:
-                    try_part(run, name, partial(measuring, run, there))
-    for server in SPEECH:  # one after the other: both would not fit with their graphs
-        wanted_parts = [name for name in ("speech", "death") if name in parts]
-        if server is SPEECH[0] and wanted_parts == ["death"]:
-            wanted_parts = []
-        if not wanted_parts:
-            continue
-        with servers(run, [server]) as there:
-            for name, measuring in (("speech", speech), ("death", death)):
-                if name in wanted_parts and there:
-                    try_part(run, f"{name}, {server.name}", partial(measuring, run, there))
+    if chat_parts:
+        wanted = [CHAT[0], CHAT[5]] if chat_parts == ["decode"] else CHAT if "decode" in parts else CHAT[:5]
+        with_servers = partial(on_servers, run, wanted, chat_parts, CHAT_START_LIMIT_S)
+        try_part(run, "servers of chat", with_servers, needs_s=LEAST_S[chat_parts[0]])
+
+
+def spoken_parts(server: Server, parts: Sequence[str]) -> list[str]:
+    """What is measured on the server."""
+    if server is TOGETHER:
+        return ["speech"] if "together" in parts else []
+    wanted = ("speech", "death") if server is SPEECH[1] else ("speech",)
+    return [part for part in wanted if part in parts]
+
+
+def on_servers(run: Run, wanted: Sequence[Server], parts: Sequence[str], start_limit_s: float) -> None:
+    measuring = {"speech": speech, "death": death, "chat": chat, "decode": decode}
+    with servers(run, wanted, limit_s=start_limit_s) as there:
+        for part in parts if there else ():
+            name = f"{part}, {wanted[0].name}" if len(wanted) == 1 else part
+            try_part(run, name, partial(measuring[part], run, there), limit_s=LIMITS_S[part])
 
 
 def tables(run: Run) -> str:
-    return "\n".join([chat_table(run, [server.name for server in CHAT]), speech_table(run)])
-
-
-def report_tests(run: Run, process: subprocess.Popen[bytes]) -> None:
-    good = finish(run, {"tests": process}, 170)
-    run.show(tail(run.log("tests"), 10 if good else 60))
-    run.results["tests"] = tail(run.log("tests"), 60)
+    found = [chat_table(run, [server.name for server in CHAT]), speech_table(run), death_table(run)]
+    found += [
+        render(DECODE_HEADER, decode_rows(run.results.get("decode") or {"figures": []})),
+        links_table(run),
+    ]
+    others = [f"{what}: {json.dumps(run.results.get(what))}" for what in ("ready_s", "memory_mib", "greedy")]
+    return "\n".join([*found, *others])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -252,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="takes two_gpus.json, .txt and .logs.tar.gz")
-    parser.add_argument("--only", default="links,tests,chat,decode,speech,death")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, together")
     parser.add_argument("--budget-s", type=float, default=530.0)
     parser.add_argument("--chat-model", type=folder, help="default: the 3B shape")
     parser.add_argument("--speech-model", type=folder, help="default: the 30B shape")
@@ -263,6 +335,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     models = {CHAT_MODEL: args.chat_model, SPEECH_MODEL: args.speech_model}
     parts = args.only.split(",")
+    if unknown := set(parts) - {*PARTS, "together"}:
+        parser.error(f"--only: no part {', '.join(sorted(unknown))}")
     if absent := complaint(gpu=not args.quick):
         print(absent, file=sys.stderr)
         return 2
@@ -276,8 +350,6 @@ def main(argv: Sequence[str]) -> int:
         only_servers=args.servers,
     ) as run:
         prepare(run)
-        if "links" in parts:
-            try_part(run, "links", lambda: links(run))
         measure(run, parts)
         run.say("failed: " + ("; ".join([*run.failures, *run.not_run]) or "nothing"))
         run.show(tables(run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.components.run_loads import SPOKEN_S
 from benchmarks.components.run_servers import CHAT_MODEL, SPEECH_MODEL, Server
 
 # So that all servers of a group fit beside each other; a deployment alone takes what its file says.
@@ -13,7 +14,8 @@ SPEECH_MEMORY = (
     *("vision.memory=4GiB", "vision.embedding_cache=512MiB", "vision.embedding_cache_host=512MiB"),
     *("audio.memory=3GiB", "audio.embedding_cache=256MiB", "audio.embedding_cache_host=256MiB"),
     *("thinker.memory=66GiB", "thinker.max_context=8192", "talker.memory=16GiB", "talker.max_sequences=64"),
-    *("vocoder.memory=4GiB", "preprocess.workers=4"),
+    *("vocoder.memory=4GiB", "preprocess.workers=4", SPOKEN_S),
+    "vocoder.max_streams=72",  # one that comes as another leaves finds a place beside 63 others
 )
 
 
@@ -39,4 +41,16 @@ CHAT = (
 SPEECH = (
     Server("speech on one GPU", SPEECH_MODEL, "omni-one-gpu.toml", "0", sets=SPEECH_MEMORY),
     Server("speech on two GPUs", SPEECH_MODEL, "omni-two-gpus.toml", "0,1", sets=SPEECH_MEMORY),
+)
+# Kernels of two processes take turns on a GPU: what that costs talker and vocoder.
+TOGETHER = Server(
+    "talker with vocoder",
+    SPEECH_MODEL,
+    "omni-two-gpus.toml",
+    "0,1",
+    replace=(
+        'stages = ["talker"]\n\n[[worker]]\nname = "vocoder"\nstages = ["vocoder"]',
+        'stages = ["talker", "vocoder"]',
+    ),
+    sets=SPEECH_MEMORY,
 )

@@ -139,7 +139,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
         return Running(server, port, spawn(run, server.name, [sys.executable, "-c", code, str(port)]), 0.0)
 
     monkeypatch.setattr(run_servers, "start_server", start)
-    monkeypatch.setattr(run_servers, "used_gpu_mib", lambda: None)
+    monkeypatch.setattr(run_servers, "used_mib_of_gpus", list)
 
 
 def test_a_server_that_dies_is_told_and_the_others_are_there(run: Run, scripts: None) -> None:
