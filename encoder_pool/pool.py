@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import torch
@@ -35,6 +36,16 @@ class _Waiter:
     @property
     def user(self) -> User:
         return User(self.message.request_id, self.message.item_index)
+
+
+class Turn(Protocol):
+    def holds(self) -> bool:
+        """Whether no batch may begin now; asked when one could."""
+        ...
+
+    def begin(self) -> None:
+        """A batch begins."""
+        ...
 
 
 Grid = tuple[int, int, int]
@@ -75,10 +86,20 @@ class EncoderPool:
         self._batches = self._items = self._tokens = self._patches = self._joined = self._failures = 0
         self._queued_s = 0.0
         self._encode_next = False
+        self._turn: Turn | None = None
 
     @property
     def device(self) -> torch.device:
         return self._model.device
+
+    def take_turns(self, turn: Turn) -> None:
+        """From now on batches begin when `turn` lets them."""
+        self._turn = turn
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a batch would begin, were it not for the turn."""
+        return self._could_encode() and self._turn is not None and self._turn.holds()
 
     # --- what the shell calls -----------------------------------------------------------------------------
     def add(self, message: Encode, features: Tensor | None) -> None:
@@ -125,7 +146,7 @@ class EncoderPool:
 
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while unsent embeddings fill their bound: ask again after
-        `release`."""
+        `release`, or while batches are held."""
         return bool(self._ready) or self._can_encode()
 
     def step(self) -> list[EncodeOutcome]:
@@ -133,8 +154,10 @@ class EncoderPool:
 
         Ready outcomes do not wait for a forward, but no two steps in a row pass without one if items wait.
         """
-        if self._can_encode() and (self._encode_next or not self._ready):
+        if (self._encode_next or not self._ready) and self._can_encode():
             self._encode_next = False
+            if self._turn is not None:
+                self._turn.begin()
             self._encode(form_batch(self._flights.values(), self._config.limits))
         else:
             self._encode_next = True
@@ -173,6 +196,9 @@ class EncoderPool:
 
     # --- inside -------------------------------------------------------------------------------------------
     def _can_encode(self) -> bool:
+        return self._could_encode() and not (self._turn is not None and self._turn.holds())
+
+    def _could_encode(self) -> bool:
         return bool(self._flights) and self._cache.held_bytes <= self._config.max_unsent_bytes
 
     def _encode(self, batch: list[_Flight]) -> None:

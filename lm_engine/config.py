@@ -17,7 +17,9 @@ class EngineConfig:
     `atomic_spans`: a media span is computed in one step (bidirectional attention inside it); then
     `max_item_tokens`, the longest span the processor can produce, is checked here instead of per request.
     `mixed_step_tokens`: of a step in which sequences decode, whose next tokens wait for all of it. None: as
-    any other step. `aging_s`: waiting that long is worth one level of priority (policy "priority").
+    any other step. `encoder_step_tokens`: of such a step while an encoder computes on the same device. None:
+    no fewer, as for atomic spans, which would wait for the encoder's pauses.
+    `aging_s`: waiting that long is worth one level of priority (policy "priority").
     `max_deferrals`: times a request may be overtaken (policy "cache_aware").
     `min_shared_tokens`: a request waits for a prefill under way that computes so many tokens for both; None:
     it computes them, too. `min_early_tokens`: of a prompt whose next item is missing; fewer wait for it.
@@ -31,6 +33,7 @@ class EngineConfig:
     block_size: int = 16
     max_step_tokens: int = 2048
     mixed_step_tokens: int | None = None
+    encoder_step_tokens: int | None = None
     max_sequences: int = 64
     max_step_visual_tokens: int = 2048
     long_prefill_cap: int = 1024
@@ -74,11 +77,17 @@ class EngineConfig:
                 f"max_step_tokens {self.max_step_tokens} or mixed_step_tokens {self.mixed_step_tokens}"
                 f" is below max_sequences {self.max_sequences}"
             )
+        if self.encoder_step_tokens is not None and self.encoder_step_tokens < self.max_sequences:
+            raise ValueError(
+                f"encoder_step_tokens {self.encoder_step_tokens} is below max_sequences {self.max_sequences}"
+            )
         self._check_atomic_spans()
 
     def _check_atomic_spans(self) -> None:
         if not self.atomic_spans:
             return
+        if self.encoder_step_tokens is not None:
+            raise ValueError("encoder_step_tokens: atomic spans need whole steps")
         if self.max_atomic_span < (self.max_item_tokens or 1):
             raise ValueError(
                 f"media spans must not be split: a step of {self.step_tokens_beside_decodes} less "

@@ -25,6 +25,7 @@ class EmbeddingLedger:
 
     def __init__(self, limit: int, asking: WaitingQueue) -> None:
         self.num_claimed_tokens = 0
+        self.num_arrived_tokens = 0  # of those
         self._limit = limit
         self._asking = asking
         self._holders: dict[Request, None] = {}
@@ -79,6 +80,7 @@ class EmbeddingLedger:
         if item not in request.claims or request.claims[item] is not None:
             return False
         request.claims[item] = rows
+        self.num_arrived_tokens += request.media.num_rows[item]
         return True
 
     def release_covered(self, request: Request) -> None:
@@ -159,8 +161,10 @@ class EmbeddingLedger:
                 self.enqueue(seq)
 
     def _let_go(self, request: Request, item: int) -> None:
-        del request.claims[item]
-        self.num_claimed_tokens -= request.media.num_rows[item]
+        num_rows = request.media.num_rows[item]
+        if request.claims.pop(item) is not None:
+            self.num_arrived_tokens -= num_rows
+        self.num_claimed_tokens -= num_rows
         if not request.claims:
             del self._holders[request]
         self._refused = None
@@ -169,6 +173,9 @@ class EmbeddingLedger:
         held = sum(request.media.num_rows[item] for request in self._holders for item in request.claims)
         if held != self.num_claimed_tokens:
             return f"embeddings of {held} tokens are claimed, counted {self.num_claimed_tokens}"
+        claims = [(r.media.num_rows[i], rows) for r in self._holders for i, rows in r.claims.items()]
+        if self.num_arrived_tokens != sum(num_rows for num_rows, rows in claims if rows is not None):
+            return f"{self.num_arrived_tokens} embedding rows are counted as arrived, wrongly"
         if any(request.num_unfinished == 0 for request in self._holders):
             return "a finished request holds embeddings"
         return None

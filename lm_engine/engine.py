@@ -32,7 +32,7 @@ from lm_engine.budgets import RateMeter
 from lm_engine.config import EngineConfig
 from lm_engine.intake import Intake, Positions
 from lm_engine.plan import AlignmentRead, Runner, StepResult
-from lm_engine.scheduler import ScheduledStep, Scheduler
+from lm_engine.scheduler import Neighbour, ScheduledStep, Scheduler
 from lm_engine.sequence import Request, Sequence, State
 from lm_engine.spoken import Reading, SpeechFeed
 
@@ -90,6 +90,7 @@ class LMEngine:
         self._outbox: list[Generated | EmbeddingsNeeded | Failed] = []
         self._feed = SpeechFeed(config.spoken_hidden)
         self._stalled = False  # nothing can be planned until something arrives
+        self._has_fresh_rows = False  # embeddings that no plan has seen yet
         self._aligns = False  # some request so far wanted it
         self._closed = False
         self._charges = config.policy == "fair"
@@ -98,6 +99,20 @@ class LMEngine:
         self._totals = dict.fromkeys(
             ("prompt_tokens_total", "generation_tokens_total", "num_steps_total", "failed_steps_total"), 0
         )
+
+    def share_device(self, neighbour: Neighbour) -> None:
+        """Steps with decodes are smaller while `neighbour` computes on the same device."""
+        self._scheduler.neighbour = neighbour
+
+    @property
+    def num_rows_ahead(self) -> int:
+        """Embedding rows that are there and that steps compute now or next; 0 while none of a prompt with
+        media is being computed, whatever the reason."""
+        scheduler = self._scheduler
+        moves = self._has_fresh_rows or (self._in_flight and scheduler.is_short_of_tokens)
+        if moves or any(flight.step.media for flight in self._in_flight):
+            return scheduler.ledger.num_arrived_tokens
+        return 0
 
     # --- requests -------------------------------------------------------------------------------------------
     def add(self, message: Generate) -> None:
@@ -166,6 +181,7 @@ class LMEngine:
                 request, EngineError(f"item {item_index} has embeddings of shape {got}, want {want}; retry")
             )
         elif self._scheduler.ledger.arrived(request, item_index, embeddings):
+            self._has_fresh_rows = True
             self._scheduler.room.unpark(request)
 
     def _check_queue(self, message: Generate) -> None:
@@ -200,6 +216,7 @@ class LMEngine:
 
     def _launch(self) -> bool:
         step, asks = self._scheduler.plan()
+        self._has_fresh_rows = False
         self._outbox += asks
         if step is None:
             idle = bool(self._scheduler.requests) and not self._in_flight

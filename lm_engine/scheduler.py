@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from typing import Protocol
 
 from contracts.messages import EmbeddingsNeeded
 from lm_engine.block_pool import BlockPool
@@ -56,6 +57,13 @@ class Outcome(Enum):
     NO_MEMORY = "no memory"
 
 
+class Neighbour(Protocol):
+    @property
+    def encoding(self) -> bool:
+        """Whether it computes now, on the device that this one has its steps on."""
+        ...
+
+
 class Scheduler:
     """Owns every sequence's state between `add` and `remove`, and all memory it schedules into.
 
@@ -83,6 +91,8 @@ class Scheduler:
         self._released_slots: list[int] = []  # freed since the last plan
         self._no_memory: tuple[Sequence, int] | None = None  # the refused head and the free blocks it saw
         self._next_step_id = 0
+        self.neighbour: Neighbour | None = None
+        self.is_short_of_tokens = False  # the last plan had no room for more of the prompts
 
     # --- life of a request ----------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -146,16 +156,23 @@ class Scheduler:
             draft = StepDraft(self.config.max_step_tokens, self.config.max_step_visual_tokens)
             self._plan_decodes(draft)
             if draft.rows:  # they wait for the whole step
-                draft.withhold(self.config.max_step_tokens - self.config.step_tokens_beside_decodes)
+                draft.withhold(self.config.max_step_tokens - self._mixed_step_tokens())
             self._plan_prefills(draft)
             if not draft.preempted:
                 self._admit_waiting(draft)
+            self.is_short_of_tokens = draft.tokens_left == 0 or draft.visual_left <= 0
             step = self._commit(draft) if draft.rows else None
             more, returned = self.room.claim(self._prefilling, self._frontier)
             asks += more
             # Without a row planning again helps only if it freed memory or gave the queue something back.
             if step is not None or not (draft.preempted or returned):
                 return step, asks
+
+    def _mixed_step_tokens(self) -> int:
+        beside = self.config.encoder_step_tokens
+        if beside is None or self.neighbour is None or not self.neighbour.encoding:
+            return self.config.step_tokens_beside_decodes
+        return min(beside, self.config.step_tokens_beside_decodes)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         block_size, rows = self.config.block_size, draft.rows

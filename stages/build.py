@@ -334,6 +334,7 @@ def _bounds_of(
         max_step_tokens=bounds.max_step_tokens,
         max_sequences=bounds.max_sequences,
         mixed_step_tokens=bounds.mixed_step_tokens,
+        encoder_step_tokens=bounds.encoder_step_tokens,
         max_step_visual_tokens=bounds.max_step_visual_tokens,
         long_prefill_cap=bounds.long_prefill_cap,
         max_resident_embedding_tokens=config.max_resident_embedding_tokens,

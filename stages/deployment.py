@@ -48,11 +48,16 @@ class PlacedConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`max_batch_patches` None: on a GPU what fills it, about two pictures of 1024x1024. Eight at once take
-    only a tenth less than one after another, and each would wait for all of them."""
+    only a tenth less than one after another, and each would wait for all of them.
+
+    `max_tokens_ahead`: with more tokens handed over whose prompts are still to be computed no batch begins,
+    where the language model has the same device in the same worker. None: 0 on a GPU, any number on a CPU.
+    """
 
     max_batch_tokens: int = 16384
     max_batch_patches: int | None = None
     max_batch_items: int = 64
+    max_tokens_ahead: int | None = None
     embedding_cache: int | str = "256MiB"
     embedding_cache_host: int | str = "256MiB"
 
@@ -68,7 +73,8 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Step bounds that are None follow the device. On a GPU a step is no larger than the largest that is
     captured: it costs one launch, and takes some 20 ms of a model of 3B; larger ones are hardly more
-    efficient. Half as much where sequences decode, since that is what their next tokens wait for.
+    efficient. Half as much where sequences decode, since that is what their next tokens wait for, and half of
+    that beside an encoder, which has most of the GPU then.
     """
 
     tensor_parallel: int = 1
@@ -78,6 +84,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_sequences: int | None = None
     max_step_tokens: int | None = None
     mixed_step_tokens: int | None = None  # of a step in which sequences decode
+    encoder_step_tokens: int | None = None  # ... while an encoder computes on the same device, in this worker
     max_step_visual_tokens: int | None = None
     long_prefill_cap: int | None = None
     max_resident_embedding_tokens: int = 65536
@@ -105,6 +112,7 @@ class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     max_step_tokens: int
     mixed_step_tokens: int
+    encoder_step_tokens: int
     max_step_visual_tokens: int
     long_prefill_cap: int
 
@@ -114,10 +122,12 @@ def step_bounds(config: LMConfig) -> StepBounds:
     sequences = config.max_sequences or (256 if on_gpu else 32)
     tokens = config.max_step_tokens or max(2048 if on_gpu else 512, sequences)
     mixed = config.mixed_step_tokens or (max(1024, 2 * sequences) if on_gpu else tokens)
+    beside_encoder = config.encoder_step_tokens or (max(512, sequences) if on_gpu else mixed)
     return StepBounds(
         max_sequences=sequences,
         max_step_tokens=tokens,
         mixed_step_tokens=min(mixed, tokens),
+        encoder_step_tokens=min(beside_encoder, mixed, tokens),
         max_step_visual_tokens=config.max_step_visual_tokens or tokens,
         long_prefill_cap=config.long_prefill_cap or tokens,
     )

@@ -54,6 +54,7 @@ ENCODER = {
     "max_batch_tokens": Bound(1 << 24, _STEP),
     "max_batch_patches": Bound(1 << 26, _STEP),
     "max_batch_items": Bound(1 << 20, _STEP),
+    "max_tokens_ahead": Bound(1 << 28, "each is a row of embeddings in memory"),
 }
 LM = {
     "tensor_parallel": Bound(256, _PROCESS),
@@ -61,6 +62,7 @@ LM = {
     "max_sequences": Bound(1 << 16, _ROW),
     "max_step_tokens": Bound(1 << 24, _STEP),
     "mixed_step_tokens": Bound(1 << 24, _STEP),
+    "encoder_step_tokens": Bound(1 << 24, _STEP),
     "max_step_visual_tokens": Bound(1 << 24, _STEP),
     "long_prefill_cap": Bound(1 << 24, _STEP),
     "max_resident_embedding_tokens": Bound(1 << 28, "each is a row of embeddings in memory"),

@@ -38,6 +38,7 @@ STEP_FIELDS = (
     "max_sequences",
     "max_step_tokens",
     "mixed_step_tokens",
+    "encoder_step_tokens",
     "max_step_visual_tokens",
     "long_prefill_cap",
     "max_resident_embedding_tokens",
@@ -189,7 +190,11 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
     for name, lm in deployment.lms.items():
         _positive(f"stage.{name}", lm, STEP_FIELDS)
         bounds = step_bounds(lm)
-        sizes = {"max_step_tokens": bounds.max_step_tokens, "mixed_step_tokens": bounds.mixed_step_tokens}
+        sizes = {
+            "max_step_tokens": bounds.max_step_tokens,
+            "mixed_step_tokens": bounds.mixed_step_tokens,
+            "encoder_step_tokens": bounds.encoder_step_tokens,
+        }
         for field, tokens in sizes.items():
             if tokens < bounds.max_sequences:
                 raise DeploymentError(
@@ -198,6 +203,8 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
         _validate_ranks(name, lm, pipeline)
     for name, encoder in deployment.encoders.items():
         _positive(f"stage.{name}", encoder, ("max_batch_tokens", "max_batch_patches", "max_batch_items"))
+        if (encoder.max_tokens_ahead or 0) < 0:
+            raise DeploymentError(f"stage.{name}.max_tokens_ahead: at least 0, is {encoder.max_tokens_ahead}")
     for name, vocoder in deployment.vocoders.items():
         _positive(f"stage.{name}", vocoder, ("max_streams", "max_batch_rows"))
         if vocoder.max_batch_frames < MIN_BATCH_FRAMES:

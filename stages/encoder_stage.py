@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from contracts.media import FeatureRef
 from contracts.messages import Encode, FromStage, ToStage
 from encoder_pool.outcomes import Embedded
 from encoder_pool.pool import EncoderPool
+from stages.gpu_turns import GpuTurns
 from stages.lm_stage import EMBEDDINGS
 from stages.shell import StepResultBatch
 
@@ -53,9 +54,40 @@ def launched(device: torch.device) -> Wait | None:
     return wait
 
 
+class _Turn:
+    """The encoder's with all language models that it shares its device with."""
+
+    def __init__(self, turns: Mapping[str, GpuTurns]) -> None:
+        self._turns = turns
+        self._begun = False
+
+    def holds(self) -> bool:
+        return any(turn.holds() for turn in self._turns.values())
+
+    def begin(self) -> None:
+        self._begun = True
+        for turn in self._turns.values():
+            turn.begin()
+
+    def end(self) -> None:
+        """Of a batch, if one has begun."""
+        if self._begun:
+            self._begun = False
+            for turn in self._turns.values():
+                turn.end()
+
+    def end_hold(self) -> None:
+        for turn in self._turns.values():
+            turn.end_hold()
+
+    def hold_left_s(self) -> float | None:
+        left = [turn.hold_left_s() for turn in self._turns.values()]
+        return max((s for s in left if s is not None), default=None)
+
+
 class EncoderStage:
     """`build` loads the tower and returns the pool with its capacity line; `read` maps shared features, no
-    copy.
+    copy. `turns`: of the language models, by name, whose device this is as well and whose process.
 
     Embeddings are handed over when they are there. Were they still being computed, a step of the language
     model that takes them would wait for the tower on the GPU, and every sequence of that step with it.
@@ -67,11 +99,15 @@ class EncoderStage:
         build: Callable[[], tuple[EncoderPool, str]],
         read: FeatureReader,
         launched: Callable[[torch.device], Wait | None] = launched,
+        turns: Mapping[str, GpuTurns] | None = None,
     ) -> None:
         self._name = name
         self._build = build
         self._read = read
         self._launched = launched
+        self._turns = dict(turns or {})
+        self._turn = _Turn(self._turns)
+        self._aborted: set[str] = set()  # during the step under way
         self._pool: EncoderPool | None = None
 
     @property
@@ -81,6 +117,8 @@ class EncoderStage:
 
     def start(self) -> str:
         self._pool, detail = self._build()
+        if self._turns:
+            self._pool.take_turns(self._turn)
         return detail
 
     def handle(self, message: ToStage) -> list[FromStage]:
@@ -102,17 +140,22 @@ class EncoderStage:
         return self.pool.has_work()
 
     def due_in_s(self) -> float | None:
-        return None
+        return self._turn.hold_left_s() if self.pool.is_held else None
 
     async def step(self) -> StepResultBatch:
         batch = StepResultBatch()
-        outcomes = self.pool.step()
-        if any(isinstance(outcome, Embedded) for outcome in outcomes):
-            wait = self._launched(self.pool.device)
-            if wait is not None:
-                await asyncio.to_thread(wait)
+        self._aborted.clear()
+        try:
+            outcomes = self.pool.step()
+            if any(isinstance(outcome, Embedded) for outcome in outcomes):
+                wait = self._launched(self.pool.device)
+                if wait is not None:
+                    await asyncio.to_thread(wait)
+        finally:
+            self._turn.end()
         for outcome in outcomes:
             if isinstance(outcome, Embedded):
+                self._hand_over(outcome)
                 tensors = {EMBEDDINGS: outcome.embeddings}
                 chunk = Chunk(outcome.request_id, str(outcome.item_index), 0, True, tensors)
                 batch.chunks.append((outcome.target, chunk))
@@ -120,11 +163,21 @@ class EncoderStage:
                 batch.messages.append(outcome)
         return batch
 
+    def _hand_over(self, outcome: Embedded) -> None:
+        turn = self._turns.get(outcome.target)
+        if turn is not None and outcome.request_id not in self._aborted:  # its chunk will be dropped
+            turn.handed_over(outcome.request_id, outcome.item_index)
+
     def sent(self, chunk: Chunk) -> None:
         self.pool.release(chunk.request_id, int(chunk.stream))
 
     def abort(self, request_id: str) -> None:
+        self._aborted.add(request_id)
         self.pool.abort(request_id)
+        for turn in self._turns.values():
+            turn.forget(request_id)
+        if not self.pool.is_held:
+            self._turn.end_hold()
 
     def reset_cache(self) -> None:
         self.pool.reset_cache()
@@ -136,7 +189,8 @@ class EncoderStage:
         return not self.pool.busy
 
     def stats(self) -> dict[str, float]:
-        return self.pool.stats()
+        held_s = sum(turn.held_s for turn in self._turns.values())
+        return self.pool.stats() | {"encoder_held_seconds_total": held_s}
 
     def close(self) -> None:
         pass

@@ -118,6 +118,7 @@ class StageShell:
         self._queue_times = Times()
         self._step_times = Times()
         self._wake: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._last_stats_s = 0.0
         self._busy_s = 0.0  # in steps, without what sending their chunks took
         self._sending_s = 0.0  # after steps, waiting for credits among it
@@ -127,7 +128,7 @@ class StageShell:
     async def run(self) -> None:
         """Returns after Shutdown; an error of the stage itself is reported as StageFailed and ends it."""
         self.mailbox.bind()
-        self._wake = asyncio.Event()
+        self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         try:
             detail = self._logic.start()
             self._emit([StageReady(self.name, detail), self._stats()])
@@ -142,6 +143,12 @@ class StageShell:
             for receiver in self._receivers.values():
                 receiver.close()
             self._logic.close()
+
+    def wake(self) -> None:
+        """Lets the logic be asked whether it has work, from any thread."""
+        loop, wake = self._loop, self._wake
+        if loop is not None and wake is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(wake.set)
 
     async def _serve(self) -> None:
         pumps = [asyncio.create_task(self._pump_mailbox())]

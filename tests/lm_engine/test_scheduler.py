@@ -1,6 +1,7 @@
 """Policies, budgets, admission, preemption: what single plans look like."""
 
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 
@@ -186,6 +187,26 @@ def test_steps_are_smaller_while_sequences_decode():
     step, _ = scheduler.plan()
     assert (chunks(step), step.num_tokens) == ([(10, 20)], 20)
     assert first.num_unfinished == 0
+
+
+@dataclass
+class Tower:
+    encoding: bool
+
+
+def test_steps_are_smaller_still_while_an_encoder_computes_beside_them():
+    prompts = prompt_of([1] * 4), prompt_of([2] * 30)
+    scheduler, _ = scheduler_of(
+        *prompts, mixed_step_tokens=12, encoder_step_tokens=8, long_prefill_cap=30, max_step_tokens=14
+    )
+    scheduler.neighbour = tower = Tower(encoding=True)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(0, 4), (0, 10)], "nobody decodes yet"
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(4, 1), (10, 7)]
+    tower.encoding = False
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(5, 1), (17, 11)]
 
 
 def test_a_chunk_ends_where_embeddings_are_missing_and_others_go_on():

@@ -167,3 +167,15 @@ def test_the_largest_legal_picture_right_after_the_start(folder: Path) -> None:
     with Served(folder) as served:
         image = picture(7, 3000, 1600)
         assert served.ask(question(image), max_tokens=NEW_TOKENS).tokens == oracle(folder, question(image))[0]
+
+
+def test_an_encoder_that_gives_way_changes_no_answer(folder: Path) -> None:
+    pictures = [picture(300 + i) for i in range(6)]
+    conversations = [question(p) for p in pictures] + [[("user", [*pictures[:3], "how many?"])]]
+    settings = ("vision.max_tokens_ahead=0", "vision.max_batch_items=1", "thinker.kv_memory=16MiB")
+    with Served(folder, *settings) as served:
+        answers = served.ask_all(conversations, max_tokens=NEW_TOKENS)
+        for conversation, answer in zip(conversations, answers, strict=True):
+            assert answer.tokens == oracle(folder, conversation)[0]
+        assert served.stats("vision")["encoder_held_seconds_total"] > 0
+        served.assert_clean()

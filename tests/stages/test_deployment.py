@@ -77,7 +77,9 @@ def test_talker_and_vocoder_have_sections_too() -> None:
         ("thinker.policy=lottery", "stage.thinker"),
         ("thinker.max_step_tokens=8", "stage.thinker.max_step_tokens"),
         ("thinker.mixed_step_tokens=8", "stage.thinker.mixed_step_tokens"),
+        ("thinker.encoder_step_tokens=8", "stage.thinker.encoder_step_tokens"),
         ("vision.max_batch_items=-1", "stage.vision.max_batch_items"),
+        ("vision.max_tokens_ahead=-1", "stage.vision.max_tokens_ahead"),
         ("vision.max_batch_patches=0", "stage.vision.max_batch_patches"),
         ("thinker.max_context=0", "stage.thinker.max_context: must be positive"),
         ("server.max_requests=0", "server.max_requests: must be positive"),
@@ -106,10 +108,10 @@ def test_refusals_name_stage_and_field(override: str, message: str) -> None:
 COUNTED = {
     "preprocess": ("workers", "max_queued_jobs", "index_items"),
     "server": ("max_requests", "threads"),
-    "vision": ("replicas", "max_batch_tokens", "max_batch_patches", "max_batch_items"),
+    "vision": ("replicas", "max_batch_tokens", "max_batch_patches", "max_batch_items", "max_tokens_ahead"),
     "thinker": (
         *("replicas", "tensor_parallel", "block_size", "max_sequences", "max_step_tokens"),
-        "mixed_step_tokens",
+        *("mixed_step_tokens", "encoder_step_tokens"),
         *("max_step_visual_tokens", "long_prefill_cap", "max_resident_embedding_tokens"),
         "max_waiting_requests",
     ),
