@@ -178,6 +178,7 @@ class RankRunner(Runner):
         *,
         max_sequences: int,
         max_length: int,
+        cuda_graphs: bool = True,
         rule: LogitsRule | None = None,
     ) -> None:
         super().__init__(
@@ -186,6 +187,7 @@ class RankRunner(Runner):
             kv,
             max_sequences=max_sequences,
             max_length=max_length,
+            cuda_graphs=cuda_graphs,
             rule=rule,
         )
         self._parallel = parallel
@@ -208,9 +210,18 @@ class LeadingRunner(RankRunner):
         *,
         max_sequences: int,
         max_length: int,
+        cuda_graphs: bool = True,
         rule: LogitsRule | None = None,
     ) -> None:
-        super().__init__(model, kv, parallel, max_sequences=max_sequences, max_length=max_length, rule=rule)
+        super().__init__(
+            model,
+            kv,
+            parallel,
+            max_sequences=max_sequences,
+            max_length=max_length,
+            cuda_graphs=cuda_graphs,
+            rule=rule,
+        )
         self._followers = followers
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -250,9 +261,18 @@ class FollowingRunner(RankRunner):
         *,
         max_sequences: int,
         max_length: int,
+        cuda_graphs: bool = True,
         rule: LogitsRule | None = None,
     ) -> None:
-        super().__init__(model, kv, parallel, max_sequences=max_sequences, max_length=max_length, rule=rule)
+        super().__init__(
+            model,
+            kv,
+            parallel,
+            max_sequences=max_sequences,
+            max_length=max_length,
+            cuda_graphs=cuda_graphs,
+            rule=rule,
+        )
         self._channel = channel
         self._plans = PlanDecoder(model.device)
 

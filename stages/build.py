@@ -128,13 +128,20 @@ def build_lm_engine(
             kv,
             max_sequences=rows,
             max_length=context_length,
+            cuda_graphs=config.cuda_graphs,
             rule=rule,
             own_stream=kv.hidden is None,
         )
     else:
-        followers = ranks.followers
         runner = LeadingRunner(
-            model, kv, parallel, followers, max_sequences=rows, max_length=context_length, rule=rule
+            model,
+            kv,
+            parallel,
+            ranks.followers,
+            max_sequences=rows,
+            max_length=context_length,
+            cuda_graphs=config.cuda_graphs,
+            rule=rule,
         )
     with _capturing(plan, "decode", tell):
         # Rank by rank the same, see `build_following_runner`.
@@ -164,6 +171,7 @@ def build_following_runner(
         channel,
         max_sequences=step_bounds(config).max_sequences,
         max_length=context_length,
+        cuda_graphs=config.cuda_graphs,
         rule=family.logits_rule(torch.device(plan.device)),
     )
     with _capturing(plan, "decode", untold):
@@ -221,7 +229,9 @@ def build_talker(
         )
         kv = allocate_kv(decoder, capacity.num_blocks, config.block_size, plan.dtype, device, config.kv_dtype)
     max_sequences = step_bounds(config).max_sequences
-    runner = TalkerRunner(model, kv, max_sequences=max_sequences, max_length=context_length)
+    runner = TalkerRunner(
+        model, kv, max_sequences=max_sequences, max_length=context_length, cuda_graphs=config.cuda_graphs
+    )
     _wait_for(compiled, plan, tell)
     with _capturing(plan, "frame", tell):
         num_graphs = runner.capture_graphs(compiled=compiled is not None and compiled())

@@ -93,6 +93,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: Literal["fcfs", "priority", "fair", "cache_aware"] = "fcfs"
     prefix_cache: bool = True
     overlap: bool = True
+    cuda_graphs: bool = True  # steps are captured where the kernels allow; else launched kernel by kernel
     kernels: Literal["auto", "reference", "native", "triton"] = "auto"
 
     @property

@@ -173,7 +173,7 @@ def plan_lm(
     logits = bounds.max_sequences * decoder.vocab_size * 4
     hidden = bounds.max_step_tokens * max(decoder.intermediate_size * 2, decoder.hidden_size * 4) * 4
     graphs = 0
-    if device.startswith("cuda") and config.kernels in ("auto", "triton"):
+    if device.startswith("cuda") and config.cuda_graphs and config.kernels in ("auto", "triton"):
         graphs = planned_graph_bytes(decoder, dtype, max_sequences=bounds.max_sequences)
     if config.kv_memory is not None:
         cache = parse_bytes(config.kv_memory, f"stage.{name}.kv_memory")

@@ -3,7 +3,8 @@
 python -m benchmarks.components.gpu_decode --batches 1 8 32 128 --context 519 --steps 128 [--json FILE]
 
 The floor is the time to read all weights and the context's keys and values once at `--bandwidth`. `--tiny`
-runs the same on a CPU, with a decoder of no interest.
+runs the same on a CPU, with a decoder of no interest. `--ablate` measures each batch again with one
+optimisation less, one at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import json
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from lm_engine.runner import Runner
 BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 8192
 DEPTH = 2  # steps in flight, as in the engine's overlapped loop
+ABLATIONS = ("CUDA graphs", "programmatic launch", "fused layers", "a step ahead")
 NUM_WARM_STEPS = 8
 # The text half of Qwen2.5-VL-3B.
 SHAPE = DecoderConfig(
@@ -78,6 +82,7 @@ class TimedRunner(Runner):
 
 @dataclass(frozen=True)
 class Figures:
+    without: str | None  # of ABLATIONS
     batch: int
     prefill_s: float
     tpot_ms: float  # with DEPTH steps in flight, each result awaited
@@ -150,8 +155,13 @@ def decode_together(load: Load, num_steps: int, depth: int) -> float:
 
 
 def measure(
-    runner: TimedRunner, num_sequences: int, options: argparse.Namespace, weight_bytes: int
+    runner: TimedRunner,
+    num_sequences: int,
+    options: argparse.Namespace,
+    weight_bytes: int,
+    without: str | None = None,
 ) -> Figures:
+    depth = 1 if without == "a step ahead" else DEPTH
     sampling = SamplingParams(temperature=options.temperature)
     load = Load(runner, num_sequences, options.context, sampling)
     load.prefill()
@@ -160,16 +170,17 @@ def measure(
     started = time.perf_counter()
     load.prefill()
     prefill_s = time.perf_counter() - started
-    decode_together(load, NUM_WARM_STEPS, DEPTH)
+    decode_together(load, NUM_WARM_STEPS, depth)
     runner.launch_s = 0.0
-    tpot_s = decode_together(load, options.steps, DEPTH)
+    tpot_s = decode_together(load, options.steps, depth)
     host_s = runner.launch_s / options.steps
     middle = sum(load.lengths) - num_sequences * options.steps // 2
     ahead_s = decode_together(load, options.steps, options.steps)
     load.release()
     kv_bytes = middle * runner.model.config.kv_bytes_per_token(torch.bfloat16)
     floor_s = (weight_bytes + kv_bytes) / options.bandwidth
-    return Figures(num_sequences, prefill_s, tpot_s * 1e3, ahead_s * 1e3, host_s * 1e3, floor_s * 1e3)
+    times_ms = (1e3 * seconds for seconds in (tpot_s, ahead_s, host_s, floor_s))
+    return Figures(without, num_sequences, prefill_s, *times_ms)
 
 
 def make_kv(shape: DecoderConfig, num_sequences: int, length: int, device: torch.device) -> PagedKV:
@@ -177,27 +188,49 @@ def make_kv(shape: DecoderConfig, num_sequences: int, length: int, device: torch
     return allocate_kv(shape, num_blocks, BLOCK_SIZE, torch.bfloat16, device)
 
 
-def make_runner(options: argparse.Namespace) -> tuple[TimedRunner, int]:
+def make_decoder(options: argparse.Namespace) -> tuple[Decoder, int]:
     """With the bytes of its weights."""
     device = torch.device("cpu" if options.tiny else "cuda")
     shape = TINY if options.tiny else SHAPE
     choice: KernelChoice = "reference" if options.tiny else options.kernels
     source = RandomWeights(device, torch.bfloat16)
     model = Decoder(shape, source, select_kernels(choice, device, torch.bfloat16))
-    length = options.context + 2 * options.steps + NUM_WARM_STEPS + BLOCK_SIZE
-    most = max(options.batches)
-    runner = TimedRunner(
-        model,
-        model.attention,
-        make_kv(shape, most, length, device),
-        max_sequences=most,
-        max_length=length,
-        cuda_graphs=not options.no_graphs,
-    )
     place = "CPU" if options.tiny else torch.cuda.get_device_name()
     print(f"{place}, torch {torch.__version__}, {model.attention.name} attention")
     print(f"weights {source.num_bytes / 1e9:.2f} GB, context {options.context}, {options.steps} steps")
-    return runner, source.num_bytes
+    return model, source.num_bytes
+
+
+def make_runner(model: Decoder, options: argparse.Namespace, *, cuda_graphs: bool) -> TimedRunner:
+    length = options.context + 2 * options.steps + NUM_WARM_STEPS + BLOCK_SIZE
+    most = max(options.batches)
+    return TimedRunner(
+        model,
+        model.attention,
+        make_kv(model.config, most, length, model.device),
+        max_sequences=most,
+        max_length=length,
+        cuda_graphs=cuda_graphs,
+    )
+
+
+@contextmanager
+def one_less(model: Decoder, without: str | None) -> Iterator[None]:
+    """The decoder in the plain way of one of ABLATIONS."""
+    fused = model._fused
+    if without == "fused layers":
+        model._fused = None
+    launches_ahead = None
+    if without == "programmatic launch" and model.device.type == "cuda":
+        from lm_engine.triton import launch
+
+        launches_ahead, launch.uses_pdl = launch.uses_pdl, lambda device: False
+    try:
+        yield
+    finally:
+        model._fused = fused
+        if launches_ahead is not None:
+            launch.uses_pdl = launches_ahead
 
 
 def main() -> None:
@@ -210,26 +243,38 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--kernels", default="triton", choices=["triton", "reference"])
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--ablate", action="store_true", help="again without each optimisation")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes a second (H200: 4.3e12)")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    runner, weight_bytes = make_runner(options)
-    print("   batch   TPOT ms   ahead ms   host ms  floor ms     tok/s  prefill s  tok/s with prefill")
+    model, weight_bytes = make_decoder(options)
+    print(f"{HEADER}  without")
     measured = []
-    for num_sequences in options.batches:
-        found = measure(runner, num_sequences, options, weight_bytes)
-        measured.append(asdict(found))
-        total_s = found.prefill_s + options.steps * found.tpot_ms / 1e3
-        print(
-            f"{num_sequences:8}{found.tpot_ms:10.3f}{found.ahead_ms:11.3f}{found.host_ms:10.3f}"
-            f"{found.floor_ms:10.3f}{num_sequences / found.tpot_ms * 1e3:10.0f}{found.prefill_s:11.3f}"
-            f"{num_sequences * options.steps / total_s:20.0f}",
-            flush=True,
-        )
-    runner.close()
+    for without in (None, *(ABLATIONS if options.ablate else ())):
+        with one_less(model, without):
+            runner = make_runner(
+                model, options, cuda_graphs=not options.no_graphs and without != "CUDA graphs"
+            )
+            for num_sequences in options.batches:
+                found = measure(runner, num_sequences, options, weight_bytes, without)
+                measured.append(asdict(found))
+                print(row_of(found, options.steps), flush=True)
+            runner.close()
     if options.json is not None:
         options.json.write_text(json.dumps(measured))
+
+
+HEADER = "   batch   TPOT ms   ahead ms   host ms  floor ms     tok/s  prefill s  tok/s with prefill"
+
+
+def row_of(found: Figures, steps: int) -> str:
+    total_s = found.prefill_s + steps * found.tpot_ms / 1e3
+    return (
+        f"{found.batch:8}{found.tpot_ms:10.3f}{found.ahead_ms:11.3f}{found.host_ms:10.3f}"
+        f"{found.floor_ms:10.3f}{found.batch / found.tpot_ms * 1e3:10.0f}{found.prefill_s:11.3f}"
+        f"{found.batch * steps / total_s:20.0f}  {found.without or '-'}"
+    )
 
 
 if __name__ == "__main__":

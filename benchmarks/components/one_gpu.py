@@ -3,7 +3,8 @@
     python -m benchmarks.components.one_gpu --out DIR
         [--only speech,tests,decode,chat,start,alone,kernels,links]
 
-`--only` also takes placements: spoken answers as the deployment's file has not chosen.
+`--only` also takes placements: spoken answers as the deployment's file has not chosen; and ablation: decoding
+and chat with one optimisation less, one at a time.
 
 Parts run in the order in which they are named, those that share servers together; the tests run while servers
 start that are not timed. A part that fails leaves its log and does not stop the others; one for which too
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.components.one_gpu_ablation import ablation
 from benchmarks.components.one_gpu_parts import (
     alone,
     chat,
@@ -56,16 +58,18 @@ SERVED = ("tests", "decode", "chat")  # of one group when they follow one anothe
 BY_ITSELF: dict[str, Callable[[Run], None]] = {
     "speech": speech,
     "placements": placements,
+    "ablation": ablation,
     "start": start,
     "alone": alone,
     "kernels": kernels,
     "links": links,
 }
 PARTS = ("speech", "tests", "decode", "chat", "start", "alone", "kernels", "links")
-ASKED_FOR = (*PARTS, "placements")
+ASKED_FOR = (*PARTS, "placements", "ablation")
 TAKES_S = {
     "speech": 150,
     "placements": 150,
+    "ablation": 180,
     "tests": 80,
     "decode": 80,
     "chat": 110,
@@ -75,8 +79,19 @@ TAKES_S = {
     "links": 30,
 }
 WORTH_BEGINNING = 0.5  # with so much of that left
-LIMITS_S = {"speech": 300, "placements": 300, "start": 120, "alone": 200, "kernels": 90, "links": 60}
-USE = {CHAT_MODEL: {"decode", "chat", "start", "alone"}, SPEECH_MODEL: {"speech", "placements", "alone"}}
+LIMITS_S = {
+    "speech": 300,
+    "placements": 300,
+    "ablation": 300,
+    "start": 120,
+    "alone": 200,
+    "kernels": 90,
+    "links": 60,
+}
+USE = {
+    CHAT_MODEL: {"decode", "chat", "start", "alone", "ablation"},
+    SPEECH_MODEL: {"speech", "placements", "alone"},
+}
 TESTS_LIMIT_S = 100.0  # once the servers that they began beside are ready
 DEFAULTS_NEED_S = 60.0  # chat once more, with the defaults: only if nothing else is lost by it
 

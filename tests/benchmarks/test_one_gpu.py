@@ -17,6 +17,7 @@ import pytest
 from benchmarks.components import one_gpu, one_gpu_speech
 from benchmarks.components.counted import between, counted_lines, cpu_seconds, parse_counts
 from benchmarks.components.one_gpu import grouped
+from benchmarks.components.one_gpu_ablation import EVERYTHING, SWITCHES, groups_of
 from benchmarks.components.one_gpu_parts import CHAT_CASES, servers_for
 from benchmarks.components.one_gpu_speech import placements, planned_gib, server_of, speech
 from benchmarks.components.one_gpu_table import GOALS, Goal, put, table_of
@@ -199,6 +200,12 @@ def test_what_the_file_has_not_chosen_is_measured_beside_it(
     assert "vocoder.dtype=bfloat16" in precise.sets
 
 
+def test_an_ablation_switches_off_one_thing_at_a_time() -> None:
+    assert SWITCHES[EVERYTHING] == ()
+    assert all(SWITCHES[name] for name in SWITCHES if name != EVERYTHING)
+    assert list(groups_of(["a", "b", "c"], 2)) == [["a", "b"], ["c"]]
+
+
 # --- the command --------------------------------------------------------------------------------------------
 def test_what_is_missing_is_said_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -249,6 +256,16 @@ def test_every_part_runs_with_tiny_models(tmp_path: Path, tiny, speaker: Path) -
     begun += ("start, cold: first", "start, warm: first", "alone, decode", "alone, encoder", "alone, talker")
     for start in (*begun, "kernels, head", "links"):
         assert [n for n, one in found["figures"].items() if n.startswith(start) and one["value"]], start
+
+
+@pytest.mark.slow
+def test_every_ablation_runs_with_a_tiny_model(tmp_path: Path, tiny) -> None:
+    out = tmp_path / "out"
+    command = ["--quick", "--out", str(out), "--budget-s", "3000", "--only", "ablation"]
+    assert one_gpu.main([*command, "--chat-model", str(tiny("qwen2_5_vl"))]) == 0
+    found = json.loads((out / "one_gpu.json").read_bytes())["figures"]
+    for name in (*SWITCHES, "decode x1, without CUDA graphs"):
+        assert [one for figure, one in found.items() if figure.startswith(name) and one["value"]], name
 
 
 @pytest.mark.slow
