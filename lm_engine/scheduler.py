@@ -24,7 +24,7 @@ from lm_engine.starts import Start, StartFinder
 from lm_engine.waiting_room import WaitingRoom
 
 MAX_SET_ASIDE = 16  # waiting sequences that a step may pass over for lack of its own budget
-MAX_BEHIND = 64  # ... and because another one computes what they need
+MAX_HELD_BACK = 64  # ... and that it may take out of the queue because another one computes what they need
 
 
 @dataclass
@@ -281,9 +281,11 @@ class Scheduler:
     # --- admission ------------------------------------------------------------------------------------------
     def _admit_waiting(self, draft: StepDraft) -> None:
         set_aside: set[Sequence] = set()
-        num_behind = 0
+        num_held_back = 0
+        for freed in self._shared.take_freed():
+            self.room.let_in(freed)
         while draft.tokens_left > 0 and self._free_slots:
-            if num_behind > MAX_BEHIND or len(set_aside) - num_behind > MAX_SET_ASIDE:
+            if num_held_back > MAX_HELD_BACK or len(set_aside) > MAX_SET_ASIDE:
                 return
             seq = self.queue.peek(set_aside)
             if seq is None:
@@ -294,8 +296,8 @@ class Scheduler:
                 case Outcome.NOT_IN_THIS_STEP:
                     set_aside.add(seq)
                 case Outcome.BEHIND:
-                    set_aside.add(seq)
-                    num_behind += 1
+                    self.room.hold_back(seq)
+                    num_held_back += 1
                 case Outcome.NO_MEMORY:
                     return  # nobody smaller passes it, or it might wait for ever
 

@@ -54,7 +54,7 @@ class Sequence:
     identities: list[int] = field(default_factory=list)  # prefix-cache identity of each full block so far
     next_full: int = 0  # length at which the next block is full and gets its identity
     need_from: int | None = None  # of a waiting one: embeddings from here on were asked for it
-    parked: bool = False  # waiting outside the queue for embeddings
+    parked: bool = False  # waiting outside the queue, for embeddings or behind a prefill
 
     @property
     def total(self) -> int:

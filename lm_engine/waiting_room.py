@@ -1,4 +1,5 @@
-"""Where sequences wait: in the queue, or parked beside it until their embeddings arrive; and how many do."""
+"""Where sequences wait: in the queue, or parked beside it until their embeddings arrive or another has
+computed what they share; and how many do."""
 
 from __future__ import annotations
 
@@ -42,6 +43,16 @@ class WaitingRoom:
         self.queue.discard(seq)
         if missing_item not in seq.request.claims:
             self.ledger.enqueue(seq)
+
+    def hold_back(self, seq: Sequence) -> None:
+        """Another computes what it needs; who is behind it in the queue need not wait for that, too."""
+        seq.parked = True
+        self.queue.discard(seq)
+
+    def let_in(self, seq: Sequence) -> None:
+        if seq.parked:  # its embeddings may have let it in already
+            seq.parked = False
+            self.queue.push(seq)
 
     def unpark(self, request: Request) -> None:
         for seq in request.sequences:

@@ -592,3 +592,28 @@ def test_retry_after_follows_the_measured_rate():
 def test_bounds_that_cannot_progress_are_refused_at_build(changes):
     with pytest.raises(ValueError, match=r"want|below"):
         config_of(**changes)
+
+
+def test_nobody_stands_behind_those_who_wait_for_a_prefill():
+    """More than a step looks at wait for one long beginning; a small stranger comes last."""
+    same = [1] * 200
+    prompts = [prompt_of(same, [index]) for index in range(2, 35)]
+    prompts += [prompt_of(same, [index, index]) for index in range(2, 35)]
+    prompts += [prompt_of(same, [index, index, index]) for index in range(2, 35)]
+    scheduler, requests = scheduler_of(
+        *prompts, prompt_of([3, 4]), min_shared_tokens=8, long_prefill_cap=12, max_step_tokens=16
+    )
+    small = requests[-1].sequences[0]
+    for _ in range(3):
+        scheduler.plan()
+        assert scheduler.check_integrity() is None
+    assert small.state is State.RUNNING
+    assert scheduler.num_running_sequences == 2, "the others still wait for the first"
+    scheduler.remove(requests[1])
+    scheduler.remove(requests[0])
+    scheduler.plan()
+    assert requests[2].sequences[0].state is State.RUNNING, "one of them goes on with it"
+    assert scheduler.num_running_sequences == 2
+    for request in requests[2:]:
+        scheduler.remove(request)
+    assert scheduler.check_idle() is None
