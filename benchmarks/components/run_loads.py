@@ -160,7 +160,7 @@ def speech_work(report: Report) -> list[str]:
 
 
 # --- edges --------------------------------------------------------------------------------------------------
-def links_report(run: Run, devices: str, connectors: str, case: str = "") -> list[Report]:
+def links_report(run: Run, devices: str, connectors: str, case: str = "", **env: str) -> list[Report]:
     """Of the edges between two processes, by connector and size. Alone on the machine. `case` parts it from
     others of the same devices."""
     name = f"links {devices.replace(':', '').replace(',', '-')} {case}".rstrip()
@@ -168,7 +168,7 @@ def links_report(run: Run, devices: str, connectors: str, case: str = "") -> lis
     command = python("benchmarks.components.gpu_links", "--devices", devices, "--connectors", connectors)
     command += ["--json", str(result), "--pings", "20" if run.quick else "200"]
     command += ["--max-size", "65536", "--rounds", "1"] if run.quick else []
-    finish(run, {name: spawn(run, name, command)}, 60)
+    finish(run, {name: spawn(run, name, command, **env)}, 60)
     run.show(run.log(name).read_text(errors="replace"))
     report: list[Report] = read(result) or []
     run.results[name] = report

@@ -94,7 +94,9 @@ def links(run: Run) -> None:
     between = [("cuda:0,cuda:1", connector) for connector in ("cuda_ipc", "shm", "nixl")]
     cases = [*between, ("cuda:0,cuda:0", "cuda_ipc")]
     for devices, connector in [("cpu,cpu", "shm")] if run.quick else cases:  # one that hangs spoils no other
-        links_report(run, devices, connector, connector)
+        if not links_report(run, devices, connector, connector) and connector == "nixl":
+            # Its memory is the host's: whether it is UCX's own dealings with CUDA that fail.
+            links_report(run, devices, connector, "nixl, UCX without CUDA", UCX_TLS="^cuda")
 
 
 def chat(run: Run, there: dict[str, Running]) -> None:
