@@ -168,7 +168,7 @@ def links_report(run: Run, devices: str, connectors: str, case: str = "", **env:
     command = python("benchmarks.components.gpu_links", "--devices", devices, "--connectors", connectors)
     command += ["--json", str(result), "--pings", "20" if run.quick else "200"]
     command += ["--max-size", "65536", "--rounds", "1"] if run.quick else []
-    finish(run, {name: spawn(run, name, command, **env)}, 60)
+    finish(run, {name: spawn(run, name, command, None, **env)}, 60)
     run.show(run.log(name).read_text(errors="replace"))
     report: list[Report] = read(result) or []
     run.results[name] = report
