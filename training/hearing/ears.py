@@ -23,6 +23,7 @@ from model_families.vision.attention import GroupedAttention
 
 FROZEN_LAYERS = 2  # and the convolutions: what they know of real voices stays
 TRAINED = (*(f"blocks.{n}." for n in range(FROZEN_LAYERS, EARS["encoder_layers"])), "norm.", "letters.")
+DROPPED = 0.1  # of what a trained block adds, in training
 NEW = (*(f"blocks.{n}." for n in range(WHISPER_LAYERS, EARS["encoder_layers"])), "letters.")
 CONFIG = msgspec.convert({**EARS, **EARS_MORE, "output_dim": 576}, Qwen25OmniAudioConfig)
 
@@ -63,7 +64,7 @@ def letter_logits(ears: NanoEars, mel_BMF: Tensor, frames_B: Tensor) -> Tensor:
     for index, block in enumerate(ears.blocks):
         assert isinstance(block, AudioBlock)
         with torch.set_grad_enabled(index >= FROZEN_LAYERS and torch.is_grad_enabled()):
-            x_BRW = _block(block, x_BRW, mask)
+            x_BRW = _block(block, x_BRW, mask, DROPPED if ears.training and index >= FROZEN_LAYERS else 0.0)
     logits: Tensor = ears.letters(ears.norm(x_BRW))
     return logits
 
@@ -72,7 +73,7 @@ def num_rows(frames_B: Tensor) -> Tensor:
     return (frames_B - 1) // 2 + 1
 
 
-def _block(block: AudioBlock, x: Tensor, mask: Tensor) -> Tensor:
+def _block(block: AudioBlock, x: Tensor, mask: Tensor, dropped: float) -> Tensor:
     attention = block.attention
     h = block.norm1(x)
     q, k, v = (
@@ -80,6 +81,5 @@ def _block(block: AudioBlock, x: Tensor, mask: Tensor) -> Tensor:
         for part in (attention.q, attention.k, attention.v)
     )
     mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    x = x + attention.out(mixed.transpose(1, 2).flatten(2))
-    out: Tensor = x + block.down(functional.gelu(block.up(block.norm2(x))))
-    return out
+    x = x + functional.dropout(attention.out(mixed.transpose(1, 2).flatten(2)), dropped)
+    return x + functional.dropout(block.down(functional.gelu(block.up(block.norm2(x)))), dropped)

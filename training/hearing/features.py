@@ -21,20 +21,35 @@ def num_frames(lengths_B: Tensor) -> Tensor:
     return -(-lengths_B // HOP)
 
 
-def log_mel(sound_BS: Tensor, lengths_B: Tensor) -> Tensor:
-    """[B, M, F] as preprocessing makes it of each sound; zeros behind its frames. Sounds end in zeros."""
+def log_mel(sound_BS: Tensor, lengths_B: Tensor, throat_B: Tensor | None = None) -> Tensor:
+    """[B, M, F] as preprocessing makes it of each sound; zeros behind its frames. Sounds end in zeros.
+    `throat_B`: factors by which all frequencies are moved."""
     frames_B = num_frames(lengths_B)
     padded = functional.pad(sound_BS, (0, N_FFT + HOP))
     window = torch.hann_window(N_FFT, device=sound_BS.device)
     spectrum_BKF = torch.stft(padded, N_FFT, HOP, window=window, center=True, return_complex=True)
     filters_KM = torch.from_numpy(mel_filters(NUM_MELS, N_FFT, SAMPLING_RATE)).to(sound_BS.device)
-    power_BFM = spectrum_BKF.abs().square().transpose(1, 2) @ filters_KM
+    power_BKF = spectrum_BKF.abs().square()
+    if throat_B is not None:
+        power_BKF = _moved(power_BKF, throat_B)
+    power_BFM = power_BKF.transpose(1, 2) @ filters_KM
     mel_BFM = power_BFM.clamp(min=FLOOR).log10()
     loudest = mel_BFM.amax((1, 2), keepdim=True)
     mel_BFM = (torch.maximum(mel_BFM, loudest - RANGE) + 4) / 4
     longest = int(frames_B.max())
     counts = torch.arange(longest, device=sound_BS.device) < frames_B[:, None]
     return (mel_BFM[:, :longest] * counts[..., None]).transpose(1, 2)
+
+
+def _moved(power_BKF: Tensor, factors_B: Tensor) -> Tensor:
+    bins = power_BKF.shape[1]
+    at_BK = (torch.arange(bins, device=power_BKF.device) / factors_B[:, None]).clamp(max=bins - 1)
+    low_BK = at_BK.long()
+    low_BKF, high_BKF = (
+        power_BKF.gather(1, index_BK[..., None].expand(-1, -1, power_BKF.shape[2]))
+        for index_BK in (low_BK, (low_BK + 1).clamp(max=bins - 1))
+    )
+    return torch.lerp(low_BKF, high_BKF, (at_BK - low_BK)[..., None])
 
 
 def disturb(sound_BS: Tensor, lengths_B: Tensor) -> Tensor:

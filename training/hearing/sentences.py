@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import exp
 from random import Random
 
 from model_families.omnistage_nano.letters import LETTERS
@@ -14,8 +15,13 @@ from training.speaking.judge_words import number_words
 from training.speaking.sentences import Sentences, is_held_out
 
 HEARD_RATE = 16_000
-PLAIN, VARIED = 1000, 1001  # the corpus's files of held-out sentences; those of workers count from 0
+# The corpus's files of held-out sentences; those of workers count from 0.
+PLAIN, VARIED, LEFT_OUT = 1000, 1001, 1002
+# Who says them, and of how many: the speech package, the voices of `voices.py`.
+PACKAGE, PIPER, FLITE = "package", "joe", ("awb", "rms", "slt", "kal16")
+SHARES = {PACKAGE: 0.34, PIPER: 0.22, **dict(zip(FLITE, (0.13, 0.13, 0.13, 0.05), strict=True))}
 QUESTION_SHARE = 0.12
+CHAINED_SHARE = 0.3  # of training sentences
 CAPITALS = (
     *("France", "Spain", "Italy", "Germany", "England", "Japan", "China", "India", "Egypt", "Russia"),
     *("Canada", "Mexico", "Brazil", "Greece", "Norway", "Sweden", "Poland", "Ireland", "Turkey", "Cuba"),
@@ -27,6 +33,7 @@ THINGS = (
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve", "twenty")
 ANIMALS = ("dog", "cat", "cow", "horse", "bird", "fish", "sheep", "lion", "duck", "pig", "bee", "frog")
 OPPOSITES = ("hot", "big", "fast", "up", "good", "day", "old", "wet", "light", "open", "early", "happy")
+ASKED = ("what", "who", "how", "where", "why", "when", "which")  # with these a question begins
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
@@ -65,11 +72,38 @@ def question(random: Random) -> str:
     )
 
 
-class Said:
-    """`text(index)` is the same for ever."""
+class Chains:
+    """Common words in the order in which they are common: what is said mostly, and said fast.
 
-    def __init__(self, sentences: Sentences) -> None:
+    `pairs`: as the ears' table of which words follow which is stored (`omnistage_nano/ears.py`).
+    """
+
+    def __init__(self, pairs: str) -> None:
+        self._followers: dict[str, tuple[list[str], list[float]]] = {}
+        for line in pairs.splitlines():
+            word, *rest = line.split(" ")
+            self._followers[word] = (rest[::2], [exp(-int(tenths) / 10) for tenths in rest[1::2]])
+
+    def sentence(self, random: Random) -> str:
+        """3 to 16 words; fewer where nothing is known to follow."""
+        count, words = random.randint(3, 16), [""]
+        while len(words) <= count and words[-1] in self._followers:
+            followers, chances = self._followers[words[-1]]
+            words.append(random.choices(followers, chances)[0])
+        said = " ".join(
+            "I" + word[1:] if word == "i" or word.startswith("i'") else word for word in words[1:]
+        )
+        if random.random() < 0.2:
+            said = said.replace(" and ", ", and ").replace(" but ", ", but ")
+        return said[0].upper() + said[1:] + ("?" if words[1] in ASKED else ".")
+
+
+class Said:
+    """`text(index)` is the same for ever, and so is what is held out, with chains or without."""
+
+    def __init__(self, sentences: Sentences, chains: Chains | None = None) -> None:
         self._sentences = sentences
+        self._chains = chains
 
     def text(self, index: int) -> str:
         random = Random(f"said {index}")
@@ -80,7 +114,10 @@ class Said:
     def training(self, first: int, step: int) -> Iterator[tuple[int, str]]:
         index = first
         while True:
-            if not is_held_out(text := self.text(index)):
+            random = Random(f"chained {index}")
+            chained = self._chains is not None and random.random() < CHAINED_SHARE
+            text = self._chains.sentence(random) if self._chains is not None and chained else self.text(index)
+            if not is_held_out(text):
                 yield index, text
             index += step
 

@@ -1,10 +1,8 @@
 """Trains the ears by the clock: `python -m training.hearing.train WORK --assets ASSETS --seconds 200`.
 
 ASSETS: `tokenizer.json` of the default model and `encoder.safetensors` (`training.hearing.bundle`). Starts
-the
-workers that speak, learns to spell what they say, judges itself on held-out sentences. WORK holds what a
-later
-call goes on from. Shapes: B sounds, S samples, R rows.
+the workers that speak, learns to spell what they say, judges itself on held-out sentences. WORK holds what a
+later call goes on from. Shapes: B sounds, S samples, R rows.
 """
 
 from __future__ import annotations
@@ -33,17 +31,19 @@ from model_families.omnistage_nano.ears import NanoEars
 from model_families.omnistage_nano.letters import read_letters, spell
 from training.hearing.ears import NEW, letter_logits, new_ears, num_rows, trained_tensors
 from training.hearing.features import disturb, log_mel, num_frames
-from training.hearing.sentences import HEARD_RATE, PLAIN, VARIED
+from training.hearing.sentences import HEARD_RATE, LEFT_OUT, PLAIN, SHARES, VARIED
+from training.hearing.variety import beside, masked, pace, recorded, throats
 from training.speaking.clock import Clip, Clock, learning_rate, set_rate
 from training.speaking.corpus import Corpus, Utterance
 from training.speaking.judge_words import distance, words_of
 from training.speaking.weights import load_parts, save_parts
 
 NAME, LOG, EVALUATION = "hearing", "hearing.jsonl", "hearing.json"
-RATE, OLD_SHARE = 1e-3, 0.3  # of what is new; of that, for Whisper's own layers
+RATE = 1e-3  # of what is new
+OLD_SHARE = 0.3  # of that, for Whisper's own layers
 REFRESH_S = 20.0
 READY_LIMIT_S = 150.0
-EDGE_S = 0.5  # of silence before and behind, at most
+EDGE_S = 1.0  # of silence before and behind, at most
 JUDGED_TOGETHER = 25
 
 
@@ -57,6 +57,8 @@ class Plan:
     ready_s: float  # of speech before anything is trained
     batch_s: float
     rate: float
+    old_share: float
+    without: list[str]  # voices that it is judged by
     held_out: int  # sentences that it is judged by
     device: torch.device
 
@@ -79,7 +81,7 @@ class Batch:
 
 def collate(corpus: Corpus, chosen: list[Utterance], random: Random) -> Batch:
     """Each sound with a random silence before and behind it."""
-    silences = [[int(random.random() ** 2 * EDGE_S * HEARD_RATE) for _ in range(2)] for _ in chosen]
+    silences = [[int(random.random() ** 4 * EDGE_S * HEARD_RATE) for _ in range(2)] for _ in chosen]
     lengths = [a + one.num_samples + b for one, (a, b) in zip(chosen, silences, strict=True)]
     sound = np.zeros((len(chosen), max(lengths)), np.int16)
     for row, one, (before, _) in zip(sound, chosen, silences, strict=True):
@@ -136,13 +138,9 @@ class Feed:
             yield self._batches.get(timeout=READY_LIMIT_S)
 
 
-def letters_loss(ears: NanoEars, batch: Batch, *, rooms: bool) -> Tensor:
-    sound_BS = batch.sound_BS.float() / 32768
+def letters_loss(ears: NanoEars, batch: Batch, *, varied: bool) -> Tensor:
     with torch.no_grad():
-        if rooms:
-            sound_BS = disturb(sound_BS, batch.lengths_B)
-        mel_BMF = log_mel(sound_BS, batch.lengths_B)
-        frames_B = num_frames(batch.lengths_B)
+        mel_BMF, frames_B = _features(batch, varied=varied)
     with torch.autocast(mel_BMF.device.type, torch.bfloat16, enabled=mel_BMF.device.type == "cuda"):
         logits = letter_logits(ears, mel_BMF, frames_B)
     chances_RBL = logits.float().log_softmax(-1).transpose(0, 1)
@@ -150,20 +148,33 @@ def letters_loss(ears: NanoEars, batch: Batch, *, rooms: bool) -> Tensor:
     return functional.ctc_loss(chances_RBL, batch.letters, rows_B, batch.counts_B, zero_infinity=True)
 
 
-def rate_groups(ears: NanoEars) -> list[dict[str, Any]]:
+def _features(batch: Batch, *, varied: bool) -> tuple[Tensor, Tensor]:
+    sound_BS, lengths_B = batch.sound_BS.float() / 32768, batch.lengths_B
+    if not varied:
+        return log_mel(sound_BS, lengths_B), num_frames(lengths_B)
+    sound_BS, lengths_B = pace(sound_BS, lengths_B)
+    sound_BS = disturb(beside(sound_BS, lengths_B), lengths_B)
+    mel_BMF = log_mel(recorded(sound_BS, lengths_B), lengths_B, throats(lengths_B))
+    return masked(mel_BMF, num_frames(lengths_B)), num_frames(lengths_B)
+
+
+def rate_groups(ears: NanoEars, old_share: float = OLD_SHARE) -> list[dict[str, Any]]:
     """What is trained, for an optimizer: Whisper's own layers more slowly than those that are new."""
     trained = [(name, value) for name, value in ears.named_parameters() if value.requires_grad]
     new = {name for name, _ in trained if name.startswith(NEW)}
     return [
         {"params": [value for name, value in trained if (name in new) == is_new], "share": share}
-        for is_new, share in ((True, 1.0), (False, OLD_SHARE))
+        for is_new, share in ((True, 1.0), (False, old_share))
     ]
 
 
 def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
     parameters = [parameter for parameter in ears.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(rate_groups(ears), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        rate_groups(ears, plan.old_share), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01
+    )
     clip = Clip(parameters)
+    ears.train()
     waited_s = 0.0
     batches = iter(feed)
     going = True
@@ -174,7 +185,7 @@ def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
         set_rate(optimizer, learning_rate(clock.fraction, plan.rate, warm=0.05, bottom=0.02))
         for group in optimizer.param_groups:
             group["lr"] *= group["share"]
-        loss = letters_loss(ears, batch, rooms=True)
+        loss = letters_loss(ears, batch, varied=True)
         norm = clip.step(optimizer, loss)
         figures: dict[str, Tensor | float] = {"loss": loss, "norm": norm, "sounds": len(batch.counts_B)}
         going = clock.tick(figures | {"hours": feed.corpus.hours, "waited_s": waited_s})
@@ -186,12 +197,16 @@ def train(plan: Plan, ears: NanoEars, feed: Feed, clock: Clock) -> None:
 @torch.no_grad()
 def evaluate(plan: Plan, ears: NanoEars, *, say: int = 12) -> dict[str, float]:
     """Word error rates of held-out sentences: as the package says them, in other voices, and those in
-    rooms."""
+    rooms; of voices that were left out, if any."""
+    ears.eval()
     corpus = Corpus(plan.corpus, HEARD_RATE)
     corpus.refresh()
     errors: dict[str, float] = {}
-    for name, file, rooms in (("plain", PLAIN, False), ("varied", VARIED, False), ("rooms", VARIED, True)):
+    cases = (("plain", PLAIN, False), ("varied", VARIED, False), ("rooms", VARIED, True))
+    for name, file, rooms in (*cases, ("left out", LEFT_OUT, False)):
         chosen = [one for one in corpus.utterances if one.file == file]
+        if not chosen:
+            continue
         wrong = words = 0
         for start in range(0, len(chosen), JUDGED_TOGETHER):
             some = chosen[start : start + JUDGED_TOGETHER]
@@ -220,6 +235,7 @@ def hear(ears: NanoEars, batch: Batch, plan: Plan, rooms: bool) -> list[str]:
 def start_workers(plan: Plan) -> list[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "training.hearing.synthesis", str(plan.corpus)]
     command += ["--tokenizer", str(plan.tokenizer), "--seconds", str(0.75 * plan.seconds)]
+    command += ["--without", *plan.without]
     children = [subprocess.Popen([*command, "--held-out", str(plan.held_out)])]
     for index in range(plan.workers):
         children.append(subprocess.Popen([*command, "--worker", str(index), "--workers", str(plan.workers)]))
@@ -262,6 +278,10 @@ def main() -> None:
     parser.add_argument("--ready-s", type=float, default=1200.0, help="of speech before training begins")
     parser.add_argument("--batch-s", type=float, default=800.0, help="of sound in a step")
     parser.add_argument("--rate", type=float, default=RATE, help="less for smaller steps")
+    parser.add_argument(
+        "--old-share", type=float, default=OLD_SHARE, help="of that rate, for Whisper's layers"
+    )
+    parser.add_argument("--without", nargs="*", choices=SHARES, default=[], help="voices to judge by alone")
     parser.add_argument("--held-out", type=int, default=200, help="sentences that it is judged by")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="where what is worth keeping is copied to")
@@ -278,6 +298,8 @@ def main() -> None:
         ready_s=given.ready_s,
         batch_s=given.batch_s,
         rate=given.rate,
+        old_share=given.old_share,
+        without=given.without,
         held_out=given.held_out,
         device=torch.device(given.device),
     )

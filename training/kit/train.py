@@ -55,7 +55,7 @@ def divide(stages: Sequence[str], num_gpus: int, num_cores: int) -> Division:
             devices[stage] = str(1 + others.index(stage) % (num_gpus - 1))
     speaks = bool({"decoder", "talker"} & set(stages))
     speakers = max(num_cores // 8, 1) if speaks else 0
-    listeners = max(num_cores // 3, 1) if "hearing" in stages else 0
+    listeners = max(num_cores // 3 if len(stages) > 1 else num_cores - 3, 1) if "hearing" in stages else 0
     left = num_cores - len(stages) - speakers - listeners
     return Division(devices, min(max(left, 1), 26) if "seeing" in stages else 0, speakers, listeners)
 
@@ -211,9 +211,11 @@ def train(kit: Layout, *, stages: Sequence[str], seconds: float, out: Path, tria
     end_s = time.time() + seconds
     if seconds < LEAST_S:
         raise SystemExit(f"{seconds:.0f} s are too few to train anything")
-    needed = [kit.base / "model.safetensors", kit.fonts, kit.assets / "table.safetensors", kit.site]
+    needed = [kit.site]
+    if set(stages) - {"hearing"}:
+        needed += [kit.base / "model.safetensors", kit.fonts, kit.assets / "table.safetensors"]
     if "hearing" in stages:
-        needed.append(kit.assets / "encoder.safetensors")
+        needed += [kit.assets / "encoder.safetensors", kit.libraries]
     if lacking := [str(path) for path in needed if not path.exists()]:
         raise SystemExit(f"the kit is not whole, {lacking} are not there: unpack every folder first")
     num_gpus, num_cores = count_gpus(kit), os.cpu_count() or 1

@@ -29,6 +29,7 @@ def unpack(folder: Path, kit: Layout, *, speak_s: float) -> bool:
         check_imports(kit)
     if (
         kit.site.exists()
+        and (kit.assets / "table.safetensors").exists()
         and not any(path.startswith("assets/") for path in lacking)
         and not kit.spoken.exists()
     ):
@@ -36,7 +37,9 @@ def unpack(folder: Path, kit: Layout, *, speak_s: float) -> bool:
     if lacking:
         print(f"not whole yet: {', '.join(lacking)}", flush=True)
         return False
-    if not kit.base.exists():
+    if kit.libraries.exists():
+        check_voices(kit)
+    if kit.weights.exists() and not kit.base.exists():
         build_base(kit)
     print(
         f"GPUs {count_gpus(kit)}, {os.cpu_count()} cores; whole after {time.monotonic() - began:.0f} s",
@@ -59,6 +62,11 @@ def check_imports(kit: Layout) -> None:
         kit,
         "importing the programs (pack --package NAME carries what lacks)",
     )
+
+
+def check_voices(kit: Layout) -> None:
+    code = "from training.hearing.sentences import SHARES; from training.hearing.synthesis import Speakers; Speakers(list(SHARES))"
+    _run([sys.executable, "-c", code], kit, "opening the voices")
 
 
 def build_base(kit: Layout) -> None:

@@ -160,7 +160,7 @@ def test_a_step_changes_what_is_trained_alone(small, tokenizer, tmp_path):
     assert all(group["params"] for group in groups)
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     for _ in range(2):  # the grown layers pass on at first: what is inside them moves a step later
-        loss = letters_loss(ears, collate(corpus, group, Random(1)), rooms=True)
+        loss = letters_loss(ears, collate(corpus, group, Random(1)), varied=True)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
