@@ -32,7 +32,7 @@ from model_families.omnistage_nano.letters import read_letters, spell
 from training.hearing.ears import NEW, letter_logits, new_ears, num_rows, trained_tensors
 from training.hearing.features import disturb, log_mel, num_frames
 from training.hearing.sentences import HEARD_RATE, LEFT_OUT, PLAIN, SHARES, VARIED
-from training.hearing.variety import beside, masked, pace, recorded, throats
+from training.hearing.variety import beside, hurried, masked, pace, recorded, throats
 from training.speaking.clock import Clip, Clock, learning_rate, set_rate
 from training.speaking.corpus import Corpus, Utterance
 from training.speaking.judge_words import distance, words_of
@@ -155,7 +155,8 @@ def _features(batch: Batch, *, varied: bool) -> tuple[Tensor, Tensor]:
     sound_BS, lengths_B = pace(sound_BS, lengths_B)
     sound_BS = disturb(beside(sound_BS, lengths_B), lengths_B)
     mel_BMF = log_mel(recorded(sound_BS, lengths_B), lengths_B, throats(lengths_B))
-    return masked(mel_BMF, num_frames(lengths_B)), num_frames(lengths_B)
+    mel_BMF, frames_B = hurried(mel_BMF, num_frames(lengths_B))
+    return masked(mel_BMF, frames_B), frames_B
 
 
 def rate_groups(ears: NanoEars, old_share: float = OLD_SHARE) -> list[dict[str, Any]]:

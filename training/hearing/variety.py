@@ -14,6 +14,7 @@ from torch import Tensor
 from training.hearing.features import GRID, SAMPLING_RATE
 
 PACE, PACED_SHARE = (0.88, 1.16), 0.7
+HASTE, HASTE_SHARE = (0.85, 1.3), 0.5
 THROAT, THROAT_SHARE = (0.86, 1.16), 0.6
 BESIDE_SHARE, BESIDE_DB = 0.12, (5.0, 22.0)  # others who speak; how much softer
 CLIPPED_SHARE, CLIPPED_AT = 0.1, (0.25, 0.8)  # of the loudest sample
@@ -52,6 +53,22 @@ def pace(sound_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
     paced_BS = b + part_BS * (0.5 * (c - a) + part_BS * bend)
     inside = torch.arange(paced_BS.shape[1], device=sound_BS.device) < new_B[:, None]
     return paced_BS * inside, new_B
+
+
+def hurried(mel_BMF: Tensor, frames_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Said faster or slower by the same speaker. Returns the new numbers of frames as well."""
+    factors_B = _factors(HASTE, HASTE_SHARE, frames_B)
+    new_B = (frames_B / factors_B).long()
+    at_BF = torch.arange(int(new_B.max()), device=mel_BMF.device) * factors_B[:, None]
+    first_BF = at_BF.long()
+    low, high = (
+        mel_BMF.gather(
+            2, torch.minimum(index_BF, frames_B[:, None] - 1)[:, None].expand(-1, mel_BMF.shape[1], -1)
+        )
+        for index_BF in (first_BF, first_BF + 1)
+    )
+    inside_BF = torch.arange(at_BF.shape[1], device=mel_BMF.device) < new_B[:, None]
+    return torch.lerp(low, high, (at_BF - first_BF)[:, None]) * inside_BF[:, None], new_B
 
 
 def throats(lengths_B: Tensor) -> Tensor:

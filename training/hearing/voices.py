@@ -66,9 +66,10 @@ class Flite:
         self._is_diphone = name == "kal16"
 
     def __call__(self, text: str, random: np.random.Generator) -> Floats:
-        """In some pitch and pace. Lower case: else it takes some words for abbreviations."""
-        self._set("duration_stretch", random.uniform(0.75, 1.35))
+        """In some pitch, where the voice can also in some pace. Lower case: else it takes some words for
+        abbreviations."""
         if self._is_diphone:
+            self._set("duration_stretch", random.uniform(0.75, 1.35))
             self._set("int_f0_target_mean", random.uniform(80.0, 190.0))
             self._set("int_f0_target_stddev", random.uniform(8.0, 28.0))
         else:

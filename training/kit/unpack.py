@@ -65,7 +65,7 @@ def check_imports(kit: Layout) -> None:
 
 
 def check_voices(kit: Layout) -> None:
-    code = "from training.hearing.sentences import SHARES; from training.hearing.synthesis import Speakers; Speakers(list(SHARES))"
+    code = "from training.hearing import sentences, synthesis; synthesis.Speakers(list(sentences.SHARES))"
     _run([sys.executable, "-c", code], kit, "opening the voices")
 
 

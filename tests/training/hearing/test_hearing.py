@@ -20,11 +20,11 @@ from model_families.omnistage_nano.letters import LETTERS, NUM_LETTERS, read_let
 from model_families.qwen2_5_omni.audio_encoder import Qwen25OmniAudioConfig
 from preprocess import mel
 from training.hearing import ears as trained_ears
-from training.hearing import features
+from training.hearing import features, variety
 from training.hearing.ears import letter_logits, new_ears, num_rows, trained_tensors
 from training.hearing.export import ears_tensors
 from training.hearing.features import disturb, log_mel, num_frames
-from training.hearing.sentences import Said, letters_only
+from training.hearing.sentences import SHARES, Chains, Said, letters_only
 from training.hearing.train import collate, grouped, letters_loss, rate_groups
 from training.speaking.corpus import Corpus
 from training.speaking.sentences import is_held_out
@@ -137,7 +137,7 @@ def test_served_ears_spell_what_trained_ones_do(small, tokenizer, tmp_path):
 
     sound_BS, lengths_B = _side_by_side(_sounds())
     with torch.no_grad():
-        best = letter_logits(ears, log_mel(sound_BS, lengths_B), num_frames(lengths_B)).argmax(-1)
+        best = letter_logits(ears.eval(), log_mel(sound_BS, lengths_B), num_frames(lengths_B)).argmax(-1)
     assert best.unique().numel() > 3
     for rows, letters, count in zip(found, best, num_rows(num_frames(lengths_B)).tolist(), strict=True):
         text = read_letters(letters[:count].tolist())
@@ -206,3 +206,135 @@ def test_held_out_sentences_are_not_trained_on():
     assert not trained & set(held)
     assert all(is_held_out(text) for text in held)
     assert all(character in LETTERS for text in (*held, *trained) for character in text)
+
+
+def test_chains_change_nothing_of_what_is_held_out():
+    chains = Chains(" i 20 it 20\ni don't 10 am 20\nit is 5\nis i 30 not 20\ndon't i 9\nam i 1\n")
+    plain, chained = (Said(_Sentences(), given) for given in (None, chains))  # type: ignore[arg-type]
+    assert chained.held_out(10) == plain.held_out(10)
+    numbers, texts = zip(
+        *(one for one, _ in zip(chained.training(0, 1), range(400), strict=False)), strict=True
+    )
+    known = {text for _, text in (one for one, _ in zip(plain.training(0, 1), range(500), strict=False))}
+    said = [text for text in texts if text not in known]
+    assert 60 < len(said) < 200
+    assert len(set(numbers)) == 400
+    assert all(character in LETTERS for text in said for character in text)
+    assert all({"i", "it", "is", "don't", "am", "not"} >= set(text[:-1].lower().split()) for text in said)
+    assert not any(is_held_out(text) for text in said)
+    assert not any(" i " in text for text in said)
+
+
+def _tone(hertz: float) -> np.ndarray:
+    return np.sin(2 * np.pi * hertz * np.arange(16_000) / 16_000).astype(np.float32) * 0.3
+
+
+def _hertz(sound: torch.Tensor) -> float:
+    return float(torch.fft.rfft(sound).abs().argmax()) * features.SAMPLING_RATE / len(sound)
+
+
+def test_pace_moves_pitch_and_length_alike(monkeypatch):
+    monkeypatch.setattr(variety, "PACED_SHARE", "HASTE_SHARE", 1.0)
+    sound_BS = torch.from_numpy(np.stack([_tone(440.0)] * 4))
+    paced_BS, lengths_B = variety.pace(sound_BS, torch.tensor([16_000, 16_000, 12_000, 9_000]))
+    factors = torch.tensor([16_000, 16_000, 12_000, 9_000]) / lengths_B
+    assert factors.unique().numel() > 2
+    for row, length, factor in zip(paced_BS, lengths_B.tolist(), factors.tolist(), strict=True):
+        low, high = variety.PACE
+        assert low - 1e-3 <= factor <= high + 1e-3
+        assert not row[length:].any()
+        assert _hertz(row[:length]) == pytest.approx(440.0 * factor, abs=3.0)
+        at = torch.arange(200, 1500)
+        torch.testing.assert_close(
+            row[at], 0.3 * torch.sin(2 * torch.pi * 440.0 * factor * at / 16_000), atol=0.02, rtol=0
+        )
+
+
+def test_throat_moves_frequencies_alone():
+    sound_BS = torch.from_numpy(np.stack([_tone(1000.0)] * 3))
+    lengths_B = torch.tensor([16_000] * 3)
+    still = log_mel(sound_BS, lengths_B)
+    torch.testing.assert_close(log_mel(sound_BS, lengths_B, torch.ones(3)), still)
+    moved = log_mel(sound_BS, lengths_B, torch.tensor([1.0, 1.15, 0.87]))
+    places = moved[:, :, 50].argmax(1).tolist()
+    expected = [
+        int(log_mel(torch.from_numpy(_tone(hertz))[None], lengths_B[:1])[0, :, 50].argmax())
+        for hertz in (1000.0, 1150.0, 870.0)
+    ]
+    assert len(set(expected)) == 3
+    assert all(abs(a - b) <= 1 for a, b in zip(places, expected, strict=True))
+
+
+def test_what_recordings_do_stays_within_the_sound(monkeypatch):
+    for share in ("BESIDE_SHARE", "CLIPPED_SHARE", "DULL_SHARE", "THIN_SHARE"):
+        monkeypatch.setattr(variety, share, 1.0)
+    sound_BS, lengths_B = _side_by_side(_sounds())
+    for change in (variety.beside, variety.recorded):
+        changed = change(sound_BS, lengths_B)
+        assert torch.isfinite(changed).all()
+        for row, before, length in zip(changed, sound_BS, lengths_B.tolist(), strict=True):
+            assert not torch.allclose(row[:length], before[:length], atol=1e-4)
+            assert not row[length:].any()
+
+
+def test_nothing_is_changed_where_no_share_is(monkeypatch):
+    for share in (
+        "BESIDE_SHARE",
+        "CLIPPED_SHARE",
+        "DULL_SHARE",
+        "THIN_SHARE",
+        "MASKED_SHARE",
+        "CODED_SHARE",
+        "PACED_SHARE",
+        "HASTE_SHARE",
+    ):
+        monkeypatch.setattr(variety, share, 0.0)
+    sound_BS, lengths_B = _side_by_side(_sounds())
+    paced_BS, same_B = variety.pace(sound_BS, lengths_B)
+    assert torch.equal(same_B, lengths_B)
+    for changed in (paced_BS, variety.beside(sound_BS, lengths_B), variety.recorded(sound_BS, lengths_B)):
+        torch.testing.assert_close(changed, sound_BS, atol=1e-5, rtol=0)
+    mel = log_mel(sound_BS, lengths_B)
+    same, frames_B = variety.hurried(mel, num_frames(lengths_B))
+    assert torch.equal(frames_B, num_frames(lengths_B))
+    assert torch.equal(variety.masked(same, frames_B), mel)
+
+
+def test_haste_shortens_and_keeps_frequencies(monkeypatch):
+    monkeypatch.setattr(variety, "HASTE_SHARE", 1.0)
+    sound_BS = torch.from_numpy(np.stack([_tone(1000.0)] * 4))
+    mel = log_mel(sound_BS, torch.tensor([16_000] * 4))
+    hurried, frames_B = variety.hurried(mel, torch.tensor([100, 100, 90, 80]))
+    assert (frames_B != torch.tensor([100, 100, 90, 80])).any()
+    for row, frames in zip(hurried, frames_B.tolist(), strict=True):
+        torch.testing.assert_close(
+            row[:, 10 : frames - 15], mel[0, :, 50:51].expand(-1, frames - 25), atol=0.02, rtol=0
+        )
+        assert not row[:, frames:].any()
+
+
+def test_masks_hide_a_little_and_leave_what_is_behind_the_end(monkeypatch):
+    monkeypatch.setattr(variety, "MASKED_SHARE", 1.0)
+    monkeypatch.setattr(variety, "CODED_SHARE", 0.0)
+    sound_BS, lengths_B = _side_by_side(_sounds())
+    mel, frames_B = log_mel(sound_BS, lengths_B), num_frames(lengths_B)
+    masked = variety.masked(mel, frames_B)
+    for row, before, frames in zip(masked, mel, frames_B.tolist(), strict=True):
+        hidden = (row[:, :frames] != before[:, :frames]).float().mean()
+        assert 0.01 < hidden < 0.6
+        assert not row[:, frames:].any()
+
+
+def test_dropout_is_of_training_alone(small, tokenizer, tmp_path):
+    ears = new_ears(_whisper(tmp_path / "w.safetensors", small), tokenizer)
+    sound_BS, lengths_B = _side_by_side(_sounds())
+    mel, frames_B = log_mel(sound_BS, lengths_B), num_frames(lengths_B)
+    with torch.no_grad():
+        once, again = (letter_logits(ears.eval(), mel, frames_B) for _ in range(2))
+        trained = letter_logits(ears.train(), mel, frames_B)
+    assert torch.equal(once, again)
+    assert not torch.allclose(trained, once)
+
+
+def test_shares_of_voices_are_shares():
+    assert sum(SHARES.values()) == pytest.approx(1.0)
