@@ -234,7 +234,7 @@ def _hertz(sound: torch.Tensor) -> float:
 
 
 def test_pace_moves_pitch_and_length_alike(monkeypatch):
-    monkeypatch.setattr(variety, "PACED_SHARE", "HASTE_SHARE", 1.0)
+    monkeypatch.setattr(variety, "PACED_SHARE", 1.0)
     sound_BS = torch.from_numpy(np.stack([_tone(440.0)] * 4))
     paced_BS, lengths_B = variety.pace(sound_BS, torch.tensor([16_000, 16_000, 12_000, 9_000]))
     factors = torch.tensor([16_000, 16_000, 12_000, 9_000]) / lengths_B
