@@ -101,7 +101,8 @@ def recorded(sound_BS: Tensor, lengths_B: Tensor) -> Tensor:
     gains_BK = 1 / (1 + (hertz_K / high_B[:, None]) ** STEEP)
     gains_BK = gains_BK / (1 + (low_B[:, None] / hertz_K.clamp(min=1.0)) ** STEEP)
     inside = torch.arange(samples, device=sound_BS.device) < lengths_B[:, None]
-    return torch.fft.irfft(spectrum_BK * gains_BK, size)[:, :samples] * inside
+    heard_BS: Tensor = torch.fft.irfft(spectrum_BK * gains_BK, size)
+    return heard_BS[:, :samples] * inside
 
 
 def masked(mel_BMF: Tensor, frames_B: Tensor) -> Tensor:
