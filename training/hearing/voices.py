@@ -79,7 +79,8 @@ class Flite:
             found = wave.contents
             assert (found.sample_rate, found.num_channels) == (HEARD_RATE, 1)
             samples = np.ctypeslib.as_array(found.samples, (found.num_samples,))
-            return np.multiply(samples, 1 / 32768, dtype=np.float32)
+            sound: Floats = np.multiply(samples, 1 / 32768, dtype=np.float32)
+            return sound
         finally:
             self._library.delete_wave(wave)
 
