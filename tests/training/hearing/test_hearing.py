@@ -24,6 +24,7 @@ from training.hearing import features, variety
 from training.hearing.ears import letter_logits, new_ears, num_rows, trained_tensors
 from training.hearing.export import ears_tensors
 from training.hearing.features import disturb, log_mel, num_frames
+from training.hearing.prompts import said_in
 from training.hearing.sentences import SHARES, Chains, Said, letters_only
 from training.hearing.train import collate, grouped, letters_loss, rate_groups
 from training.speaking.corpus import Corpus
@@ -338,3 +339,9 @@ def test_dropout_is_of_training_alone(small, tokenizer, tmp_path):
 
 def test_shares_of_voices_are_shares():
     assert sum(SHARES.values()) == pytest.approx(1.0)
+
+
+def test_prompts_are_those_said_as_they_are_written():
+    lines = ["; a comment: this is none", "one: Press 2 now, please...", "two: press two now, please"]
+    lines += ["three: Enter # to exit", "four: [beep] who is it now", "five: The IAX is up", "six: Hello."]
+    assert said_in(lines) == {"one": "Press two now, please"}
