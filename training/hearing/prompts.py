@@ -1,5 +1,5 @@
-"""`python -m training.hearing.prompts ROOT FOLDER`: recordings of a real voice to choose by, which are no part
-of what is reported: the prompts of Debian's `asterisk-core-sounds-en-g722`, with their words.
+"""`python -m training.hearing.prompts ROOT FOLDER`: recordings of a real voice to choose by, not trained on:
+the prompts of Debian's `asterisk-core-sounds-en-g722`, with their words.
 
 ROOT: where that package and `asterisk-core-sounds-en` are unpacked (`dpkg -x`), or `/`. FOLDER gets wav files
 of 16 kHz and their words in txt files beside them, as `training.hearing.judge --recordings` takes them.

@@ -83,6 +83,31 @@ def test_seeing_has_a_gpu_of_its_own_as_soon_as_there_are_two(gpus, devices):
     assert 3 + division.loaders + division.speakers <= 16
 
 
+def test_hearing_alone_speaks_with_all_cores_but_a_few():
+    assert divide_machine(("hearing",), 1, 16).listeners == 13
+    assert divide_machine(("seeing", "hearing"), 1, 16).listeners == 5
+    assert divide_machine(("hearing",), 0, 2).listeners == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "asked", "given"), [(None, "1", "1"), ("5,7", "1", "7"), ("5,7", "0,1", "5,7"), ("5", "", "")]
+)
+def test_a_stage_gets_its_gpu_among_those_that_are_seen(kit, monkeypatch, seen, asked, given):
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert kit.environment(asked)["CUDA_VISIBLE_DEVICES"] == given
+
+
+def test_hearing_alone_needs_a_kit_of_its_own_things_alone(kit, tmp_path):
+    with pytest.raises(SystemExit, match="encoder") as told:
+        train.train(kit, stages=["hearing"], seconds=100.0, out=tmp_path, trial=True)
+    assert "table" not in str(told.value)
+    with pytest.raises(SystemExit, match="table"):
+        train.train(kit, stages=["seeing", "hearing"], seconds=100.0, out=tmp_path, trial=True)
+
+
 @pytest.fixture
 def kit(tmp_path):
     layout = Layout(tmp_path / "kit")
