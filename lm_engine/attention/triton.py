@@ -6,24 +6,29 @@ sequences, S splits, H heads of a group.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lm_engine.attention.mixed import (
+    LOG2_E,
+    MIXED_PROGRAMS,
+    MixedParts,
+    attend_whole,
+    choose_mixed_tile,
+    exponents,
+)
 from lm_engine.attention.reference import write_kv
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.model import AttentionMetadata, KVDtype, PagedKV
-from lm_engine.triton.jit.attention import decode_attention, mixed_attention
+from lm_engine.triton.jit.attention import decode_attention
 from lm_engine.triton.jit.elementwise import rope_heads
 from lm_engine.triton.launch import dot_precision, has_fp8, interpreted, launch, launch_options, next_power
 
-_LOG2_E = math.log2(math.e)
 _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
 _MAX_SPLITS = 64
 _FEW_PROGRAMS = 132  # about one for each multiprocessor: below it, more splits
-_TILE_ROWS = 128  # queries times heads of a mixed tile
 
 
 class TritonAttention:
@@ -31,7 +36,10 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, mixed_programs: int | None = MIXED_PROGRAMS) -> None:
+        """`mixed_programs`: about so many share the keys of a mixed step. None: one for each tile of
+        queries."""
+        self._parts = None if mixed_programs is None else MixedParts(mixed_programs)
         self.kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8") if has_fp8(device) else ("auto",)
         self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
 
@@ -76,46 +84,12 @@ class TritonAttention:
         self, q_TX: Tensor, heads: HeadShape, kv: PagedKV, layer: int, metadata: AttentionMetadata
     ) -> Tensor:
         """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
-        num_sequences = metadata.sequence_lengths.shape[0]
-        num_tokens, head_dim = q_TX.shape[0], heads.head_dim
-        per_group = heads.num_heads // heads.num_kv_heads
-        block_h, block_d = next_power(per_group), max(next_power(head_dim), 16)
-        block_q = max((_TILE_ROWS if block_d <= 128 else _TILE_ROWS // 2) // block_h, 1)
-        if interpreted():
-            block_q = max(64 // block_h, 1)
-        out_TX = q_TX.new_empty(num_tokens, heads.num_heads * head_dim)
-        if metadata.padded:
-            out_TX.zero_()
-        grid = (num_tokens // block_q + num_sequences, heads.num_kv_heads)
-        launch(
-            mixed_attention,
-            grid,
-            q_TX,
-            kv.keys[layer],
-            kv.values[layer],
-            *_exponents(kv, layer),
-            metadata.block_tables,
-            metadata.query_starts,
-            metadata.sequence_lengths,
-            out_TX,
-            num_sequences,
-            metadata.block_tables.stride(0),
-            q_TX.stride(0),
-            head_dim**-0.5 * _LOG2_E,
-            H=per_group,
-            BLOCK_H=block_h,
-            G=heads.num_kv_heads,
-            D=head_dim,
-            BLOCK_D=block_d,
-            BLOCK_Q=block_q,
-            BLOCK_L=64 if block_d <= 128 else 32,
-            BLOCK_SIZE=kv.block_size,
-            QUANTISED=kv.is_quantised,
-            PRECISION=dot_precision(q_TX.dtype),
-            num_warps=8 if block_q * block_h >= 128 else 4,
-            num_stages=2,
-            **launch_options(q_TX.device),
-        )
+        out_TX = q_TX.new_empty(q_TX.shape[0], heads.num_heads * heads.head_dim)
+        tile = choose_mixed_tile(heads)
+        if self._parts is not None and self._parts.takes(q_TX.shape[0], heads, tile, metadata):
+            self._parts.attend(q_TX, out_TX, heads, tile, kv, layer, metadata)
+        else:
+            attend_whole(q_TX, out_TX, heads, tile, kv, layer, metadata)
         return out_TX
 
     def _attend_decodes(
@@ -154,7 +128,7 @@ class TritonAttention:
             None if norm is None else norm.key_weight_D,
             kv.keys[layer],
             kv.values[layer],
-            *_exponents(kv, layer),
+            *exponents(kv, layer),
             metadata.block_tables,
             metadata.sequence_lengths,
             metadata.slot_mapping,
@@ -164,7 +138,7 @@ class TritonAttention:
             out_RX,
             metadata.block_tables.stride(0),
             0.0 if norm is None else norm.eps,
-            head_dim**-0.5 * _LOG2_E,
+            head_dim**-0.5 * LOG2_E,
             H=per_group,
             BLOCK_H=max(part_h, 16),
             PART_H=part_h,
@@ -208,12 +182,6 @@ def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
     return DecodeTile(keys, min(wanted, next_power(longest), _MAX_SPLITS), num_warps)
 
 
-def _exponents(kv: PagedKV | None, layer: int) -> tuple[Tensor | None, Tensor | None]:
-    if kv is None or kv.key_exponents is None or kv.value_exponents is None:
-        return None, None
-    return kv.key_exponents[layer], kv.value_exponents[layer]
-
-
 def _rope_heads(
     qkv_TX: Tensor,
     heads: HeadShape,
@@ -242,7 +210,7 @@ def _rope_heads(
         None if norm is None else norm.key_weight_D,
         None if kv is None else kv.keys[layer],
         None if kv is None else kv.values[layer],
-        *_exponents(kv, layer),
+        *exponents(kv, layer),
         None if metadata is None else metadata.slot_mapping,
         0.0 if norm is None else norm.eps,
         N=heads.num_heads,

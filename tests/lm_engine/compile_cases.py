@@ -200,11 +200,12 @@ def test_attention(compiled, kv_dtype):
     norm = QKNorm(*torch.empty(2, 128, device=META, dtype=DTYPE), 1e-6)
     attention = TritonAttention(META)
     mixed = replace(buffers.metadata, max_query_length=2)
-    for num_tokens, metadata in ((56, buffers.metadata), (112, mixed)):
+    for num_tokens, metadata in ((56, buffers.metadata), (112, mixed), (4096, mixed)):
         qkv_TX = torch.empty(num_tokens, heads.width, device=META, dtype=DTYPE)
         cos_TP = torch.empty(num_tokens, 64, device=META)
         attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, norm, kv, 0, metadata)
-    check(compiled, "decode_attention", "mixed_attention", "rope_heads")
+    names = ("decode_attention", "mixed_attention", "attend_parts", "merge_parts", "plan_parts", "rope_heads")
+    check(compiled, *names)
     for name, kernel in compiled.items():
         assert "cvt.bf16.f16" not in kernel.asm["ptx"], f"{name} widens one value after the other"
 
@@ -216,14 +217,15 @@ def test_mixed_steps_of_all_sizes_share_a_kernel(compiled):
     kv = allocate_kv(config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META)
     attention, cos_TP = TritonAttention(META), torch.empty(600, 64, device=META)
     qkv_TX = torch.empty(600, heads.width, device=META, dtype=DTYPE)
-    for num_sequences, num_blocks in ((64, 512), (1, 38), (6, 7), (16, 5), (3, 16), (2, 1)):
+    for num_sequences, num_blocks in ((64, 512), (1, 38), (6, 7), (16, 5), (3, 17), (2, 20), (2, 1)):
         metadata = DecodeBuffers.allocate(
             num_sequences, table_of(config, 64, num_blocks * BLOCK_SIZE)
         ).metadata
         metadata = replace(metadata, max_query_length=600)
         attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, None, kv, 0, metadata)
-    assert [kernel.name for kernel in compiled.values()].count("mixed_attention") == 1
-    check(compiled, "mixed_attention", "rope_heads")
+    names = [kernel.name for kernel in compiled.values()]
+    assert len(names) == len(set(names))
+    check(compiled, "attend_parts", "merge_parts", "plan_parts", "mixed_attention", "rope_heads")
 
 
 def test_draws_of_codes(compiled):

@@ -192,7 +192,13 @@ def test_a_plain_linear_for_few_rows_and_many(kernels, dtype, num_rows):
 
 
 # --- attention ----------------------------------------------------------------------------------------------
-LENGTHS = {**MIXES, "decodes": [(5, 1), (0, 1), (131, 1), (32, 1), (31, 1)]}
+LENGTHS = {
+    **MIXES,
+    "decodes": [(5, 1), (0, 1), (131, 1), (32, 1), (31, 1)],
+    # Of decodes and chunks, some split and some not; a tile that begins where a part does.
+    "long": [(300, 20), (515, 1), (0, 37), (37, 3), (2, 1), (257, 64), (260, 1)],
+}
+MIXED_PROGRAMS = (None, 264, 24)  # tiles whole, in the shortest parts, and in longer ones
 
 
 def on_device(case):
@@ -209,12 +215,13 @@ def on_device(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", ["mixed", "decodes"])
+@pytest.mark.parametrize("mix", ["mixed", "decodes", "long"])
 @pytest.mark.parametrize(("heads", "groups", "head_dim", "block_size"), [(6, 2, 16, 16), (4, 4, 24, 32)])
-def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block_size):
+@pytest.mark.parametrize("programs", MIXED_PROGRAMS)
+def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block_size, programs):
     shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
     case = on_device(Case(LENGTHS[mix], **shape))
-    found, kv = case.attend(TritonAttention(DEVICE))
+    found, kv = case.attend(TritonAttention(DEVICE, mixed_programs=programs))
     assert_near(found, case.dense(), dtype)
     _, expected_kv = case.attend(SequenceAttention())
     assert torch.equal(kv.keys, expected_kv.keys)
@@ -249,12 +256,46 @@ def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, group
     assert not ours._arrivals.any()
 
 
+@pytest.mark.parametrize("programs", MIXED_PROGRAMS)
+def test_a_padded_step_leaves_zeros_where_there_is_no_sequence(programs):
+    """Rows of no tokens before, between and behind; lengths that the host does not know. Of another step in the
+    same buffers afterwards: its plan is a new one."""
+    shape, num_tokens, num_rows = HeadShape(6, 2, 16), 160, 12
+    attention = TritonAttention(DEVICE, mixed_programs=programs)
+    cases = [
+        on_device(Case(lengths, block_size=16, heads=6, groups=2, head_dim=16))
+        for lengths in (LENGTHS["long"], [(400, 90), (3, 1)])
+    ]
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=DEVICE)
+    lengths = torch.zeros(num_rows, dtype=torch.int32, device=DEVICE)
+    tables = torch.zeros(num_rows, 64, dtype=torch.int32, device=DEVICE)
+    slots = torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE)
+    padded = AttentionMetadata(starts, lengths, tables, slots, num_tokens, 1024, (), (), padded=True)
+    for case in cases:
+        num_used, found = len(case.q_TND), case.metadata
+        rows = torch.arange(len(found.sequence_lengths)) + (1 if case is cases[1] else 0)
+        starts.fill_(num_used)
+        starts[: rows[0] + 1] = 0
+        starts[rows + 1] = found.query_starts[1:]
+        lengths.zero_()
+        lengths[rows] = found.sequence_lengths
+        tables[rows, : found.block_tables.shape[1]] = found.block_tables
+        slots.zero_()
+        slots[:num_used] = found.slot_mapping
+        x_TGD = normal(num_tokens, 2, 16)
+        q_TND, k_TGD, v_TGD = normal(num_tokens, 6, 16), x_TGD.clone(), x_TGD.clone()
+        q_TND[:num_used], k_TGD[:num_used], v_TGD[:num_used] = case.q_TND, case.k_TGD, case.v_TGD
+        out_TND = attention.attend(q_TND, k_TGD, v_TGD, case.kv, 1, padded)
+        assert_near(out_TND[:num_used], case.dense(), torch.float32)
+        assert not out_TND[num_used:].any()
+
+
 HAS_FP8 = DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that reads e4m3")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode"])
+@pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode", "long"])
 @pytest.mark.parametrize(("heads", "groups", "head_dim", "with_norm"), [(6, 2, 16, True), (3, 1, 24, False)])
 def test_a_quantised_cache_is_written_and_read(dtype, mix, heads, groups, head_dim, with_norm):
     """Against attention in float64 over what the plain path stores; and no further from unquantised attention

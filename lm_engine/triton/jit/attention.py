@@ -1,7 +1,7 @@
-"""Attention over the paged cache: one launch for chunks of any length, and split-KV for decodes.
+"""Attention of decodes over the paged cache, their keys split.
 
-Shapes: M = query rows of a tile (queries x heads of a group), H heads of a group, L keys of a tile, D head
-size, P = D/2, S splits. Softmax in base 2; `scale` holds log2(e).
+Shapes: H heads of a group, L keys of a tile, D head size, P = D/2, S splits. Softmax in base 2; `scale` holds
+log2(e).
 """
 
 import triton
@@ -12,106 +12,9 @@ from lm_engine.triton.jit.quantised import head_exponent, load_powers, quantise,
 
 
 @triton.jit
-def _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """Sequence i owns the tiles from `query_starts[i] // BLOCK_Q + i` on: enough for a last, partial one."""
-    low = 0
-    high = num_sequences
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_starts_ptr + middle) // BLOCK_Q + middle <= tile:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
-
-
-@triton.jit
-def _slots(table_ptr, index_L, inside_L, BLOCK_SIZE: tl.constexpr):
+def slots(table_ptr, index_L, inside_L, BLOCK_SIZE: tl.constexpr):
     block_L = tl.load(table_ptr + index_L // BLOCK_SIZE, mask=inside_L, other=0).to(tl.int64)
     return block_L * BLOCK_SIZE + index_L % BLOCK_SIZE
-
-
-# Both differ from step to step: a variant for each kind of number would be compiled while requests wait.
-@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
-def mixed_attention(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    key_exponents_ptr,
-    value_exponents_ptr,
-    tables_ptr,
-    query_starts_ptr,
-    lengths_ptr,
-    out_ptr,
-    num_sequences,
-    table_stride,
-    q_stride,
-    scale,
-    H: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (tile, group): BLOCK_Q queries of one sequence with the group's heads, over all they see."""
-    after_predecessors(PDL)
-    tile = tl.program_id(0)
-    group = tl.program_id(1)
-    row = _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q)
-    first_query = tl.load(query_starts_ptr + row)
-    num_queries = tl.load(query_starts_ptr + row + 1) - first_query
-    offset = (tile - first_query // BLOCK_Q - row) * BLOCK_Q
-    if offset >= num_queries:
-        return
-    length = tl.load(lengths_ptr + row)
-    context = length - num_queries
-    rows_M = tl.arange(0, BLOCK_Q * BLOCK_H)
-    query_M = offset + rows_M // BLOCK_H
-    head_M = rows_M % BLOCK_H
-    dims_D = tl.arange(0, BLOCK_D)
-    inside_D = dims_D < D
-    inside_MD = ((query_M < num_queries) & (head_M < H))[:, None] & inside_D[None, :]
-    token_M = (first_query + query_M).to(tl.int64)
-    column_MD = ((group * H + head_M) * D)[:, None] + dims_D[None, :]
-    q_MD = tl.load(q_ptr + token_M[:, None] * q_stride + column_MD, mask=inside_MD, other=0.0)
-    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-    best_M = tl.full([BLOCK_Q * BLOCK_H], -float("inf"), tl.float32)
-    mass_M = tl.zeros([BLOCK_Q * BLOCK_H], tl.float32)
-    sum_MD = tl.zeros([BLOCK_Q * BLOCK_H, BLOCK_D], tl.float32)
-    end = tl.minimum(length, context + offset + BLOCK_Q)
-    for start in tl.range(0, end, BLOCK_L):
-        index_L = start + tl.arange(0, BLOCK_L)
-        inside_L = index_L < end
-        heads_L = _slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
-        places_L = heads_L * D
-        inside_LD = inside_L[:, None] & inside_D[None, :]
-        k_LD = tl.load(keys_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
-        v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
-        k_LD = widen(k_LD, q_MD.dtype)
-        v_LD = widen(v_LD, q_MD.dtype)
-        scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
-        if QUANTISED:
-            scores_ML *= load_powers(key_exponents_ptr + heads_L, inside_L)[None, :]
-        visible_ML = index_L[None, :] <= (context + query_M)[:, None]
-        scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
-        # A row sees key 0 in the first tile, so its best is finite from then on.
-        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1))
-        weights_ML = tl.exp2(scores_ML - new_best_M[:, None])
-        shrink_M = tl.exp2(best_M - new_best_M)
-        mass_M = mass_M * shrink_M + tl.sum(weights_ML, axis=1)
-        sum_MD = sum_MD * shrink_M[:, None]
-        if QUANTISED:
-            weights_ML *= load_powers(value_exponents_ptr + heads_L, inside_L)[None, :]
-        sum_MD = tl.dot(weights_ML.to(q_MD.dtype), v_LD, sum_MD, input_precision=PRECISION)
-        best_M = new_best_M
-    out_MD = (sum_MD / mass_M[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token_M[:, None] * (G * H * D) + column_MD, out_MD, mask=inside_MD)
 
 
 @triton.jit
@@ -167,7 +70,7 @@ def _load_tile(
     P: tl.constexpr = D // 2
     index_L = start + tl.arange(0, BLOCK_L)
     inside_L = index_L < end
-    heads_L = _slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
+    heads_L = slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
     places_L = heads_L * D
     pairs_P = tl.arange(0, BLOCK_P)
     dims_D = tl.arange(0, BLOCK_D)

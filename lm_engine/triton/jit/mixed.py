@@ -1,0 +1,536 @@
+"""Attention of chunks of any length over the paged cache: a program for each tile of queries, or for each part of
+the keys that a tile sees, with a plan of the parts and a merge.
+
+Shapes: M = query rows of a tile (queries x heads of a group), H heads of a group, L keys of a tile, D head
+size, R sequences, T tokens, I items (tiles times splits), C splits merged at a time. Softmax in base 2; `scale`
+holds log2(e).
+"""
+
+import triton
+import triton.language as tl
+
+from lm_engine.triton.jit.attention import slots
+from lm_engine.triton.jit.order import after_predecessors
+from lm_engine.triton.jit.quantised import load_powers, widen
+
+
+@triton.jit
+def _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """Sequence i owns the tiles from `query_starts[i] // BLOCK_Q + i` on: enough for a last, partial one."""
+    low = 0
+    high = num_sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_starts_ptr + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _load_queries(
+    q_ptr,
+    q_stride,
+    first_query,
+    num_queries,
+    offset,
+    group,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    rows_M = tl.arange(0, BLOCK_Q * BLOCK_H)
+    query_M = offset + rows_M // BLOCK_H
+    head_M = rows_M % BLOCK_H
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_MD = ((query_M < num_queries) & (head_M < H))[:, None] & (dims_D < D)[None, :]
+    token_M = (first_query + query_M).to(tl.int64)
+    column_MD = ((group * H + head_M) * D)[:, None] + dims_D[None, :]
+    q_MD = tl.load(q_ptr + token_M[:, None] * q_stride + column_MD, mask=inside_MD, other=0.0)
+    return q_MD, query_M, head_M, token_M, column_MD, inside_MD
+
+
+@triton.jit
+def _walk(
+    q_MD,
+    seen_M,
+    keys_ptr,
+    values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
+    table_ptr,
+    group,
+    first,
+    end,
+    scale,
+    M: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Best score, mass and weighted sum over keys `first` to `end`, of which a row sees those up to its
+    `seen`; a row that sees none of them has a best of -inf and nothing else."""
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_D = dims_D < D
+    best_M = tl.full([M], -float("inf"), tl.float32)
+    mass_M = tl.zeros([M], tl.float32)
+    sum_MD = tl.zeros([M, BLOCK_D], tl.float32)
+    for start in tl.range(first, end, BLOCK_L):
+        index_L = start + tl.arange(0, BLOCK_L)
+        inside_L = index_L < end
+        heads_L = slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
+        places_L = heads_L * D
+        inside_LD = inside_L[:, None] & inside_D[None, :]
+        k_LD = tl.load(keys_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
+        v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
+        k_LD = widen(k_LD, q_MD.dtype)
+        v_LD = widen(v_LD, q_MD.dtype)
+        scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
+        if QUANTISED:
+            scores_ML *= load_powers(key_exponents_ptr + heads_L, inside_L)[None, :]
+        visible_ML = (index_L[None, :] <= seen_M[:, None]) & inside_L[None, :]
+        scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
+        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1))
+        origin_M = tl.where(new_best_M == -float("inf"), 0.0, new_best_M)
+        weights_ML = tl.exp2(scores_ML - origin_M[:, None])
+        shrink_M = tl.exp2(best_M - origin_M)
+        mass_M = mass_M * shrink_M + tl.sum(weights_ML, axis=1)
+        sum_MD = sum_MD * shrink_M[:, None]
+        if QUANTISED:
+            weights_ML *= load_powers(value_exponents_ptr + heads_L, inside_L)[None, :]
+        sum_MD = tl.dot(weights_ML.to(q_MD.dtype), v_LD, sum_MD, input_precision=PRECISION)
+        best_M = new_best_M
+    return best_M, mass_M, sum_MD
+
+
+# Numbers that differ from step to step: a variant for each kind would be compiled while requests wait.
+@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
+def mixed_attention(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
+    tables_ptr,
+    query_starts_ptr,
+    lengths_ptr,
+    out_ptr,
+    num_sequences,
+    table_stride,
+    q_stride,
+    scale,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile, group): BLOCK_Q queries of one sequence with the group's heads, over all they see."""
+    after_predecessors(PDL)
+    tile = tl.program_id(0)
+    group = tl.program_id(1)
+    row = _sequence_of_tile(tile, query_starts_ptr, num_sequences, BLOCK_Q)
+    first_query = tl.load(query_starts_ptr + row)
+    num_queries = tl.load(query_starts_ptr + row + 1) - first_query
+    offset = (tile - first_query // BLOCK_Q - row) * BLOCK_Q
+    if offset >= num_queries:
+        return
+    length = tl.load(lengths_ptr + row)
+    context = length - num_queries
+    q_MD, query_M, head_M, token_M, column_MD, inside_MD = _load_queries(
+        q_ptr, q_stride, first_query, num_queries, offset, group, H, BLOCK_H, D, BLOCK_D, BLOCK_Q
+    )
+    best_M, mass_M, sum_MD = _walk(
+        q_MD,
+        context + query_M,
+        keys_ptr,
+        values_ptr,
+        key_exponents_ptr,
+        value_exponents_ptr,
+        tables_ptr + row.to(tl.int64) * table_stride,
+        group,
+        0,
+        tl.minimum(length, context + offset + BLOCK_Q),
+        scale,
+        BLOCK_Q * BLOCK_H,
+        G,
+        D,
+        BLOCK_D,
+        BLOCK_L,
+        BLOCK_SIZE,
+        QUANTISED,
+        PRECISION,
+    )
+    out_MD = (sum_MD / mass_M[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token_M[:, None] * (G * H * D) + column_MD, out_MD, mask=inside_MD)
+
+
+@triton.jit
+def _splits_of(count, length, blocks_per_split, BLOCK_L: tl.constexpr):
+    """Of each tile of a sequence. A decode's blocks of keys weigh half: a tile of one query."""
+    return tl.cdiv(tl.cdiv(length, BLOCK_L), tl.where(count == 1, 2, 1) * blocks_per_split)
+
+
+@triton.jit
+def _load_rows(starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q: tl.constexpr):
+    """Queries, tiles, and keys of sequences; none of those without queries."""
+    inside_R = rows_R < num_sequences
+    begin_R = tl.load(starts_ptr + rows_R, mask=inside_R, other=0)
+    end_R = tl.load(starts_ptr + rows_R + 1, mask=inside_R, other=0)
+    count_R = end_R - begin_R
+    length_R = tl.load(lengths_ptr + rows_R, mask=inside_R & (count_R > 0), other=0)
+    return count_R, tl.cdiv(count_R, BLOCK_Q), length_R
+
+
+@triton.jit
+def _parts_of(tile_T, count, length, splits, BLOCK_Q: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Keys that tiles see, the blocks of a part of them, and how many parts are not empty."""
+    end_T = tl.minimum(length, length - count + (tile_T + 1) * BLOCK_Q)
+    blocks_T = tl.cdiv(end_T, BLOCK_L)
+    each_T = tl.cdiv(blocks_T, splits)
+    return end_T, each_T, tl.cdiv(blocks_T, each_T)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_items"])
+def plan_parts(
+    query_starts_ptr,
+    lengths_ptr,
+    items_ptr,
+    tokens_ptr,
+    num_sequences,
+    num_tokens,
+    num_items,
+    TARGET: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (sequence): its items, and where each of its tokens' parts lie. A last program marks what is left
+    of both as empty.
+
+    A part has as many blocks of keys, at least LEAST, as make all of them about TARGET more than there are
+    tiles. `items` is [6, I]: sequence (-1: none), first query, first key, end of keys, parts of its tile, place
+    of the first query's part. `tokens` is [3, T]: place of the first part, distance to the next, number.
+    """
+    after_predecessors(PDL)
+    row = tl.program_id(0)
+    work = 0  # of blocks, doubled
+    for first in tl.range(0, num_sequences, BLOCK_R):
+        rows_R = first + tl.arange(0, BLOCK_R)
+        count_R, tiles_R, length_R = _load_rows(
+            query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q
+        )
+        work += tl.sum(tiles_R * tl.cdiv(length_R, BLOCK_L) * tl.where(count_R == 1, 1, 2), axis=0)
+    blocks_per_split = tl.maximum(tl.cdiv(work, 2 * TARGET), LEAST)
+    item = 0
+    part = 0
+    for first in tl.range(0, num_sequences, BLOCK_R):
+        rows_R = first + tl.arange(0, BLOCK_R)
+        count_R, tiles_R, length_R = _load_rows(
+            query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q
+        )
+        splits_R = tl.where(rows_R < row, _splits_of(count_R, length_R, blocks_per_split, BLOCK_L), 0)
+        item += tl.sum(tiles_R * splits_R, axis=0)
+        part += tl.sum(count_R * splits_R, axis=0)
+    if row == num_sequences:
+        for first in tl.range(item, num_items, BLOCK_T):
+            items_T = first + tl.arange(0, BLOCK_T)
+            tl.store(items_ptr + items_T, tl.full([BLOCK_T], -1, tl.int32), mask=items_T < num_items)
+        for first in tl.range(tl.load(query_starts_ptr + row), num_tokens, BLOCK_T):
+            tokens_T = first + tl.arange(0, BLOCK_T)
+            none_T = tl.zeros([BLOCK_T], tl.int32)
+            tl.store(tokens_ptr + 2 * num_tokens + tokens_T, none_T, mask=tokens_T < num_tokens)
+        return
+    begin = tl.load(query_starts_ptr + row)
+    count = tl.load(query_starts_ptr + row + 1) - begin
+    if count == 0:
+        return
+    length = tl.load(lengths_ptr + row)
+    splits = _splits_of(count, length, blocks_per_split, BLOCK_L)
+    own_items = tl.cdiv(count, BLOCK_Q) * splits
+    for first in tl.range(0, own_items, BLOCK_T):
+        index_T = first + tl.arange(0, BLOCK_T)
+        inside_T = index_T < own_items
+        tile_T = index_T // splits
+        split_T = index_T % splits
+        end_T, each_T, num_T = _parts_of(tile_T, count, length, splits, BLOCK_Q, BLOCK_L)
+        key_T = split_T * each_T * BLOCK_L
+        queries_T = tl.minimum(count - tile_T * BLOCK_Q, BLOCK_Q)
+        place_T = part + tile_T * BLOCK_Q * splits + split_T * queries_T
+        fields = items_ptr + item + index_T
+        tl.store(fields, tl.where(split_T < num_T, row, -1), mask=inside_T)
+        tl.store(fields + num_items, tile_T * BLOCK_Q, mask=inside_T)
+        tl.store(fields + 2 * num_items, key_T, mask=inside_T)
+        tl.store(fields + 3 * num_items, tl.minimum(key_T + each_T * BLOCK_L, end_T), mask=inside_T)
+        tl.store(fields + 4 * num_items, num_T, mask=inside_T)
+        tl.store(fields + 5 * num_items, place_T, mask=inside_T)
+    for first in tl.range(0, count, BLOCK_T):
+        query_T = first + tl.arange(0, BLOCK_T)
+        inside_T = query_T < count
+        tile_T = query_T // BLOCK_Q
+        _, _, num_T = _parts_of(tile_T, count, length, splits, BLOCK_Q, BLOCK_L)
+        queries_T = tl.minimum(count - tile_T * BLOCK_Q, BLOCK_Q)
+        place_T = part + tile_T * BLOCK_Q * splits + query_T % BLOCK_Q
+        fields = tokens_ptr + begin + query_T
+        tl.store(fields, place_T, mask=inside_T)
+        tl.store(fields + num_tokens, queries_T, mask=inside_T)
+        tl.store(fields + 2 * num_tokens, num_T, mask=inside_T)
+
+
+@triton.jit
+def _attend_item(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
+    table_ptr,
+    part_sums_ptr,
+    part_stats_ptr,
+    out_ptr,
+    q_stride,
+    scale,
+    group,
+    first_query,
+    num_queries,
+    offset,
+    context,
+    first_key,
+    end_key,
+    num_parts,
+    place,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PART_H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    q_MD, query_M, head_M, token_M, column_MD, inside_MD = _load_queries(
+        q_ptr, q_stride, first_query, num_queries, offset, group, H, BLOCK_H, D, BLOCK_D, BLOCK_Q
+    )
+    best_M, mass_M, sum_MD = _walk(
+        q_MD,
+        context + query_M,
+        keys_ptr,
+        values_ptr,
+        key_exponents_ptr,
+        value_exponents_ptr,
+        table_ptr,
+        group,
+        first_key,
+        end_key,
+        scale,
+        BLOCK_Q * BLOCK_H,
+        G,
+        D,
+        BLOCK_D,
+        BLOCK_L,
+        BLOCK_SIZE,
+        QUANTISED,
+        PRECISION,
+    )
+    if num_parts == 1:
+        out_MD = (sum_MD / mass_M[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token_M[:, None] * (G * H * D) + column_MD, out_MD, mask=inside_MD)
+    else:
+        inside_M = (query_M < num_queries) & (head_M < H)
+        part_M = ((place + query_M - offset).to(tl.int64) * G + group) * PART_H + head_M
+        dims_D = tl.arange(0, BLOCK_D)
+        tl.store(part_sums_ptr + part_M[:, None] * D + dims_D[None, :], sum_MD, mask=inside_MD)
+        tl.store(part_stats_ptr + part_M * 2, best_M, mask=inside_M)
+        tl.store(part_stats_ptr + part_M * 2 + 1, mass_M, mask=inside_M)
+
+
+@triton.jit(do_not_specialize=["num_items", "table_stride"])
+def attend_parts(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
+    tables_ptr,
+    query_starts_ptr,
+    lengths_ptr,
+    items_ptr,
+    part_sums_ptr,
+    part_stats_ptr,
+    out_ptr,
+    num_items,
+    table_stride,
+    q_stride,
+    scale,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (item, group): a tile's queries over one part of the keys. All of them give the result itself,
+    others what is to be merged. A decode is a tile of its own size."""
+    after_predecessors(PDL)
+    item = tl.program_id(0)
+    group = tl.program_id(1)
+    row = tl.load(items_ptr + item)
+    offset = tl.load(items_ptr + num_items + item)
+    first_key = tl.load(items_ptr + 2 * num_items + item)
+    end_key = tl.load(items_ptr + 3 * num_items + item)
+    num_parts = tl.load(items_ptr + 4 * num_items + item)
+    place = tl.load(items_ptr + 5 * num_items + item)
+    if row < 0:
+        return
+    first_query = tl.load(query_starts_ptr + row)
+    num_queries = tl.load(query_starts_ptr + row + 1) - first_query
+    context = tl.load(lengths_ptr + row) - num_queries
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    if num_queries == 1:
+        _attend_item(
+            q_ptr,
+            keys_ptr,
+            values_ptr,
+            key_exponents_ptr,
+            value_exponents_ptr,
+            table_ptr,
+            part_sums_ptr,
+            part_stats_ptr,
+            out_ptr,
+            q_stride,
+            scale,
+            group,
+            first_query,
+            num_queries,
+            offset,
+            context,
+            first_key,
+            end_key,
+            num_parts,
+            place,
+            H,
+            16 if BLOCK_H < 16 else BLOCK_H,
+            BLOCK_H,
+            G,
+            D,
+            BLOCK_D,
+            1,
+            BLOCK_L,
+            BLOCK_SIZE,
+            QUANTISED,
+            PRECISION,
+        )
+    else:
+        _attend_item(
+            q_ptr,
+            keys_ptr,
+            values_ptr,
+            key_exponents_ptr,
+            value_exponents_ptr,
+            table_ptr,
+            part_sums_ptr,
+            part_stats_ptr,
+            out_ptr,
+            q_stride,
+            scale,
+            group,
+            first_query,
+            num_queries,
+            offset,
+            context,
+            first_key,
+            end_key,
+            num_parts,
+            place,
+            H,
+            BLOCK_H,
+            BLOCK_H,
+            G,
+            D,
+            BLOCK_D,
+            BLOCK_Q,
+            BLOCK_L,
+            BLOCK_SIZE,
+            QUANTISED,
+            PRECISION,
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def merge_parts(
+    tokens_ptr,
+    part_sums_ptr,
+    part_stats_ptr,
+    out_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    PART_H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (token, group): adds its parts up, if it has several; zeros for one of no sequence."""
+    after_predecessors(PDL)
+    token = tl.program_id(0)
+    group = tl.program_id(1)
+    place = tl.load(tokens_ptr + token)
+    distance = tl.load(tokens_ptr + num_tokens + token)
+    num_parts = tl.load(tokens_ptr + 2 * num_tokens + token)
+    if num_parts == 1:
+        return
+    heads_H = tl.arange(0, PART_H)
+    dims_D = tl.arange(0, BLOCK_D)
+    inside_H = heads_H < H
+    inside_HD = inside_H[:, None] & (dims_D < D)[None, :]
+    best_H = tl.full([PART_H], -float("inf"), tl.float32)
+    mass_H = tl.zeros([PART_H], tl.float32)
+    sum_HD = tl.zeros([PART_H, BLOCK_D], tl.float32)
+    for first in tl.range(0, num_parts, BLOCK_C):
+        parts_C = first + tl.arange(0, BLOCK_C)
+        inside_CH = (parts_C < num_parts)[:, None] & inside_H[None, :]
+        part_C = ((place + parts_C * distance).to(tl.int64) * G + group) * PART_H
+        part_CH = part_C[:, None] + heads_H[None, :]
+        best_CH = tl.load(part_stats_ptr + part_CH * 2, mask=inside_CH, other=-float("inf"))
+        mass_CH = tl.load(part_stats_ptr + part_CH * 2 + 1, mask=inside_CH, other=0.0)
+        sum_CHD = tl.load(
+            part_sums_ptr + part_CH[:, :, None] * D + dims_D[None, None, :],
+            mask=inside_CH[:, :, None] & (dims_D < D)[None, None, :],
+            other=0.0,
+        )
+        # The first part has key 0, which every query sees.
+        new_best_H = tl.where(inside_H, tl.maximum(best_H, tl.max(best_CH, axis=0)), 0.0)
+        shrink_H = tl.exp2(best_H - new_best_H)
+        weight_CH = tl.exp2(best_CH - new_best_H[None, :])
+        mass_H = mass_H * shrink_H + tl.sum(mass_CH * weight_CH, axis=0)
+        sum_HD = sum_HD * shrink_H[:, None] + tl.sum(sum_CHD * weight_CH[:, :, None], axis=0)
+        best_H = new_best_H
+    mass_H = tl.where(mass_H > 0, mass_H, 1.0)
+    out_HD = (sum_HD / mass_H[:, None]).to(out_ptr.dtype.element_ty)
+    columns_HD = (group * H + heads_H)[:, None] * D + dims_D[None, :]
+    tl.store(out_ptr + token.to(tl.int64) * (G * H * D) + columns_HD, out_HD, mask=inside_HD)
