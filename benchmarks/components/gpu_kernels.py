@@ -1,11 +1,11 @@
 """Each Triton kernel at the 3B shape, beside what the GPU itself reads and computes: seconds on a GPU.
 
-    python -m benchmarks.components.gpu_kernels [--only TEXT] [--json FILE]
+    python -m benchmarks.components.gpu_kernels [--variants] [--only TEXT] [--json FILE]
 
 A case's launches are one CUDA graph, replayed; its rate is what it must move, or compute, at the least over
 the time of a launch, and its share that of the nearer ceiling: of copying a large tensor, or of a large
-product of matrices, measured in the same run. `--quick` runs every case once at tiny shapes in Triton's
-interpreter.
+product of matrices, measured in the same run. `--variants` sets ways to do the
+same beside each other. `--quick` runs every case once at tiny shapes in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 COPIED_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 LEAST_LAUNCHES, REPLAYS = 32, 5
+COMPILE_THREADS = 8
 HEADER = ["", "us", "GB/s", "TFLOP/s", "of the ceiling"]
 
 
@@ -112,30 +114,62 @@ def figures_of(case: Case, ceilings: Ceilings | None) -> Figures:
     return Figures(case.name, time_us, case.num_bytes, case.num_operations, floor_us)
 
 
+def compile_all(cases: Iterable[Case]) -> None:
+    """What the cases launch, on threads; nothing of ours is launched."""
+    from lm_engine.triton.launch import recording
+
+    with recording() as launches, torch.inference_mode():
+        for case in cases:
+            try:
+                case.runs[0]()
+            except RuntimeError:
+                continue  # told of when it is measured
+    first, *others = launches.values()
+    first.compile()
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        list(threads.map(lambda one: one.compile(), others))
+
+
+def measured(cases: Iterable[Case], ceilings: Ceilings | None) -> list[Figures]:
+    """A case that fails is told of and left out."""
+    found = []
+    for case in cases:
+        try:
+            found.append(figures_of(case, ceilings))
+        except RuntimeError as error:  # of the library: a backend that does not take the shape
+            print(f"{case.name}: {error}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have it")
+    parser.add_argument("--variants", action="store_true", help="other cases: ways to do the same")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.quick:
         os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
     from benchmarks.components.kernel_cases import TINY, Bench, Shapes
+    from benchmarks.components.kernel_variants import Variants
 
+    made = Variants if options.variants else Bench
     if options.quick:
-        bench, ceilings = Bench(TINY, torch.device("cpu"), torch.float32), None
+        bench, ceilings = made(TINY, torch.device("cpu"), torch.float32), None
         print("Triton's interpreter, tiny shapes: no figure below means anything")
     else:
         device = torch.device("cuda")
-        bench, ceilings = Bench(Shapes(), device, torch.bfloat16), measure_ceilings(device)
+        bench, ceilings = made(Shapes(), device, torch.bfloat16), measure_ceilings(device)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
         print(
             f"ceilings: {ceilings.bytes_per_s / 1e9:,.0f} GB/s copied,"
             f" {ceilings.operations_per_s / 1e12:,.0f} TFLOP/s in bfloat16"
         )
-    found = [figures_of(case, ceilings) for case in bench.cases() if options.only in case.name]
+    if options.variants and not options.quick:
+        compile_all(case for case in bench.cases() if options.only in case.name)
+    found = measured((case for case in bench.cases() if options.only in case.name), ceilings)
     print(render(HEADER, [one.row for one in found]))
     if options.json is not None:
         kernels = [asdict(one) for one in found]

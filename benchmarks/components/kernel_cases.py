@@ -126,9 +126,9 @@ class Bench:
             runs = [_fused(one, x_MI, norm, residual_MO, gated) for one in all_of_them]
             yield Case(f"{name}, {rows} rows", runs, size, 2 * rows * outputs * inputs)
 
-    def cache(self, sequences: int, context: int, layers: int, kv_dtype: KVDtype) -> PagedKV:
+    def config(self, layers: int) -> DecoderConfig:
         s = self.shapes
-        config = DecoderConfig(
+        return DecoderConfig(
             vocab_size=s.vocabulary,
             hidden_size=s.hidden,
             intermediate_size=s.intermediate,
@@ -139,7 +139,11 @@ class Bench:
             rms_norm_eps=EPS,
             rope=RopeConfig(1e6, (1.0,) * (s.head_dim // 2)),
             max_position=4096,
+            qkv_bias=True,
         )
+
+    def cache(self, sequences: int, context: int, layers: int, kv_dtype: KVDtype) -> PagedKV:
+        s, config = self.shapes, self.config(layers)
         num_blocks = 1 + sequences * -(-context // s.block_size)
         return allocate_kv(config, num_blocks, s.block_size, self.dtype, self.device, kv_dtype)
 

@@ -1,7 +1,7 @@
 """Launches of attention for steps with chunks: a program for each tile of queries, or for parts of its keys.
 
-Shapes: T tokens of the step, N query heads, G KV heads, D head size, X = at least N heads of D, R sequences, I
-items (tiles times parts of their keys), P rows of parts, H heads of a group.
+Shapes: T tokens of the step, N query heads, G KV heads, D head size, X = at least N heads of D, R sequences,
+I items: tiles times parts of their keys.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class MixedTile:
     keys: int
     dims: int  # of a head, padded
     num_warps: int
+    max_registers: int | None = None  # of a thread; None: as many as it asks for
 
 
 def choose_mixed_tile(heads: HeadShape) -> MixedTile:
@@ -96,20 +97,20 @@ class _Plan:
 
 
 class MixedParts:
-    """Splits the keys of a step with few tiles of queries, as far as its lengths ask for, which the device
-    alone may know: a plan is made there at the first layer, in buffers as large as any plan of so many tokens.
-    One step at a time on one stream."""
+    """Splits the keys of a step with few tiles of queries, as far as its lengths ask for, which the
+    device alone may know: a plan is made there at the first layer, in buffers as large as any plan of so many
+    tokens. One step at a time on one stream."""
 
     def __init__(self, num_programs: int) -> None:
         self._num_programs = num_programs
         self._plan: _Plan | None = None
 
-    def takes(
-        self, num_tokens: int, heads: HeadShape, tile: MixedTile, metadata: AttentionMetadata
-    ) -> bool:
-        """Not where tiles are programs enough, nor where nothing is long enough to be split."""
+    def takes(self, num_tokens: int, heads: HeadShape, tile: MixedTile, metadata: AttentionMetadata) -> bool:
+        """Not where tiles are half of the programs, nor where nothing is long enough to be split."""
         num_tiles = num_tokens // tile.queries * heads.num_kv_heads
-        return num_tiles < self._num_programs and metadata.max_sequence_length > _least_blocks() * tile.keys
+        return (
+            num_tiles < self._num_programs // 2 and metadata.max_sequence_length > _least_blocks() * tile.keys
+        )
 
     def attend(
         self,
@@ -215,6 +216,9 @@ def _least_blocks() -> int:
 
 
 def _tile_options(heads: HeadShape, tile: MixedTile, kv: PagedKV, q_TX: Tensor) -> dict[str, Value]:
+    limits: dict[str, Value] = {}
+    if tile.max_registers is not None:
+        limits["maxnreg"] = tile.max_registers
     return {
         "H": heads.num_heads // heads.num_kv_heads,
         "BLOCK_H": tile.heads,
@@ -227,4 +231,5 @@ def _tile_options(heads: HeadShape, tile: MixedTile, kv: PagedKV, q_TX: Tensor) 
         "QUANTISED": kv.is_quantised,
         "PRECISION": dot_precision(q_TX.dtype),
         "num_warps": tile.num_warps,
+        **limits,
     }

@@ -6,6 +6,7 @@ sequences, S splits, H heads of a group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from lm_engine.attention.mixed import (
     LOG2_E,
     MIXED_PROGRAMS,
     MixedParts,
+    MixedTile,
     attend_whole,
     choose_mixed_tile,
     exponents,
@@ -36,9 +38,18 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, *, mixed_programs: int | None = MIXED_PROGRAMS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        mixed_programs: int | None = MIXED_PROGRAMS,
+        choose_mixed: Callable[[HeadShape], MixedTile] = choose_mixed_tile,
+        choose_decode: Callable[[int, int, int], DecodeTile] | None = None,
+    ) -> None:
         """`mixed_programs`: about so many share the keys of a mixed step. None: one for each tile of
-        queries."""
+        queries. Tiles are chosen as measured, by `choose_mixed_tile` and `choose_tile`, unless told
+        otherwise."""
+        self._choose_mixed, self._choose_decode = choose_mixed, choose_decode or choose_tile
         self._parts = None if mixed_programs is None else MixedParts(mixed_programs)
         self.kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8") if has_fp8(device) else ("auto",)
         self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
@@ -85,7 +96,7 @@ class TritonAttention:
     ) -> Tensor:
         """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
         out_TX = q_TX.new_empty(q_TX.shape[0], heads.num_heads * heads.head_dim)
-        tile = choose_mixed_tile(heads)
+        tile = self._choose_mixed(heads)
         if self._parts is not None and self._parts.takes(q_TX.shape[0], heads, tile, metadata):
             self._parts.attend(q_TX, out_TX, heads, tile, kv, layer, metadata)
         else:
@@ -112,7 +123,7 @@ class TritonAttention:
         assert num_rows * num_groups <= _MAX_PAIRS
         per_group = heads.num_heads // num_groups
         part_h = next_power(per_group)
-        tile = choose_tile(num_rows * num_groups, metadata.max_sequence_length, head_dim)
+        tile = self._choose_decode(num_rows * num_groups, metadata.max_sequence_length, head_dim)
         num_splits = tile.splits
         parts = (num_rows, num_groups, num_splits, part_h)
         sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_RX.device)

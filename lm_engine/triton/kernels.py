@@ -30,9 +30,9 @@ class TritonKernels:
 
     name = "triton"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, attention: TritonAttention | None = None) -> None:
         self._device = device
-        self._attention = TritonAttention(device)
+        self._attention = attention or TritonAttention(device)
         self._arrivals = make_arrivals(device)
         self.attention: AttentionBackend = self._attention
         self.fused_pass: FusedPass | None = DecodePass(self._attention)

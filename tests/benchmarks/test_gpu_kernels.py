@@ -36,6 +36,26 @@ def test_every_kernel_runs_at_tiny_shapes(tmp_path: Path) -> None:
         assert one["name"] in done.stdout
 
 
+def test_every_variant_runs_at_tiny_shapes(tmp_path: Path) -> None:
+    file = tmp_path / "variants.json"
+    command = [sys.executable, "-m", "benchmarks.components.gpu_kernels", "--variants", "--quick"]
+    done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = [one["name"] for one in json.loads(file.read_text())["kernels"]]
+    assert len(set(names)) == len(names)
+    kinds = (
+        "turn of",
+        "1 prompts",
+        "4 prompts",
+        "2 layers, a turn",
+        "down",
+        "decode attention",
+        "tower, frames",
+    )
+    for kind in kinds:
+        assert any(name.startswith(kind) for name in names), kind
+
+
 def test_a_row_says_how_near_a_kernel_comes_to_the_ceiling() -> None:
     one = Figures("copy", time_us=100.0, num_bytes=400_000_000, num_operations=0, floor_us=80.0)
     assert one.row == ["copy", "100.0", "4000", "-", "80.0%"]

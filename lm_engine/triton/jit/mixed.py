@@ -1,9 +1,9 @@
-"""Attention of chunks of any length over the paged cache: a program for each tile of queries, or for each part of
-the keys that a tile sees, with a plan of the parts and a merge.
+"""Attention of chunks of any length over the paged cache: a program for each tile of queries, or for each
+part of the keys that a tile sees, with a plan of the parts and a merge.
 
 Shapes: M = query rows of a tile (queries x heads of a group), H heads of a group, L keys of a tile, D head
-size, R sequences, T tokens, I items (tiles times splits), C splits merged at a time. Softmax in base 2; `scale`
-holds log2(e).
+size, R sequences, T tokens, I items (tiles times splits), C splits merged at a time. Softmax in base 2;
+`scale` holds log2(e).
 """
 
 import triton
@@ -150,10 +150,10 @@ def mixed_attention(
         return
     length = tl.load(lengths_ptr + row)
     context = length - num_queries
-    q_MD, query_M, head_M, token_M, column_MD, inside_MD = _load_queries(
+    q_MD, query_M, _, token_M, column_MD, inside_MD = _load_queries(
         q_ptr, q_stride, first_query, num_queries, offset, group, H, BLOCK_H, D, BLOCK_D, BLOCK_Q
     )
-    best_M, mass_M, sum_MD = _walk(
+    _, mass_M, sum_MD = _walk(
         q_MD,
         context + query_M,
         keys_ptr,
@@ -221,30 +221,27 @@ def plan_parts(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence): its items, and where each of its tokens' parts lie. A last program marks what is left
-    of both as empty.
+    """Program (sequence): its items, and where each of its tokens' parts lie. A last program marks what is
+    left of both as empty.
 
     A part has as many blocks of keys, at least LEAST, as make all of them about TARGET more than there are
-    tiles. `items` is [6, I]: sequence (-1: none), first query, first key, end of keys, parts of its tile, place
-    of the first query's part. `tokens` is [3, T]: place of the first part, distance to the next, number.
+    tiles. `items` is [6, I]: sequence (-1: none), first query, first key, end of keys, parts of its tile,
+    place of the first query's part. `tokens` is [3, T]: place of the first part, distance to the next, how
+    many.
     """
     after_predecessors(PDL)
     row = tl.program_id(0)
     work = 0  # of blocks, doubled
     for first in tl.range(0, num_sequences, BLOCK_R):
         rows_R = first + tl.arange(0, BLOCK_R)
-        count_R, tiles_R, length_R = _load_rows(
-            query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q
-        )
+        count_R, tiles_R, length_R = _load_rows(query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q)
         work += tl.sum(tiles_R * tl.cdiv(length_R, BLOCK_L) * tl.where(count_R == 1, 1, 2), axis=0)
     blocks_per_split = tl.maximum(tl.cdiv(work, 2 * TARGET), LEAST)
     item = 0
     part = 0
     for first in tl.range(0, num_sequences, BLOCK_R):
         rows_R = first + tl.arange(0, BLOCK_R)
-        count_R, tiles_R, length_R = _load_rows(
-            query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q
-        )
+        count_R, tiles_R, length_R = _load_rows(query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q)
         splits_R = tl.where(rows_R < row, _splits_of(count_R, length_R, blocks_per_split, BLOCK_L), 0)
         item += tl.sum(tiles_R * splits_R, axis=0)
         part += tl.sum(count_R * splits_R, axis=0)
