@@ -34,6 +34,7 @@ MEASURES_A_PART = {
     "benchmarks/components/gpu_speech.py": ("lm_engine", "model_families", "vocoder"),
     "benchmarks/components/host_step.py": ("lm_engine",),
     "benchmarks/components/kernel_cases.py": ("lm_engine",),
+    "benchmarks/components/kernel_variants.py": ("lm_engine", "model_families"),
     "benchmarks/components/preprocessing.py": ("preprocess",),
     "benchmarks/components/restart.py": ("stages",),
     "benchmarks/components/vocoder.py": ("vocoder", "model_families"),

@@ -15,7 +15,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 COPIED_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 LEAST_LAUNCHES, REPLAYS = 32, 5
-COMPILE_THREADS = 8
 HEADER = ["", "us", "GB/s", "TFLOP/s", "of the ceiling"]
 
 
@@ -114,22 +112,6 @@ def figures_of(case: Case, ceilings: Ceilings | None) -> Figures:
     return Figures(case.name, time_us, case.num_bytes, case.num_operations, floor_us)
 
 
-def compile_all(cases: Iterable[Case]) -> None:
-    """What the cases launch, on threads; nothing of ours is launched."""
-    from lm_engine.triton.launch import recording
-
-    with recording() as launches, torch.inference_mode():
-        for case in cases:
-            try:
-                case.runs[0]()
-            except RuntimeError:
-                continue  # told of when it is measured
-    first, *others = launches.values()
-    first.compile()
-    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
-        list(threads.map(lambda one: one.compile(), others))
-
-
 def measured(cases: Iterable[Case], ceilings: Ceilings | None) -> list[Figures]:
     """A case that fails is told of and left out."""
     found = []
@@ -153,7 +135,7 @@ def main() -> None:
     if options.quick:
         os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
     from benchmarks.components.kernel_cases import TINY, Bench, Shapes
-    from benchmarks.components.kernel_variants import Variants
+    from benchmarks.components.kernel_variants import Variants, compile_all
 
     made = Variants if options.variants else Bench
     if options.quick:

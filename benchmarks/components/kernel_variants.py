@@ -5,7 +5,8 @@ Shapes: M rows, T tokens, N packed patches, H heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -21,15 +22,31 @@ from lm_engine.layers.kernels import HeadShape
 from lm_engine.model import AttentionMetadata
 from lm_engine.passes import TOKEN_SIZES
 from lm_engine.triton.kernels import TritonKernels
+from lm_engine.triton.launch import recording
 from model_families.vision.attention import GroupedAttention, PackedAttention, select_attention
 from model_families.vision.packing import Segments
 
+COMPILE_THREADS = 8
 TABLE_ROWS, MAX_LENGTH = 64, 8192
 SMALL_ROWS = (1, 8, 32)
 NEIGHBOURS = (7, 31)
 FRAMES, PATCHES, TOWER_HEADS, TOWER_DIM, WINDOW = 8, 5476, 16, 80, 64
 
 Mixed = dict[str, TritonAttention]
+
+
+def compile_all(cases: Iterable[Case]) -> None:
+    """What the cases launch, on threads; nothing of ours is launched."""
+    with recording() as launches, torch.inference_mode():
+        for case in cases:
+            try:
+                case.runs[0]()
+            except RuntimeError:
+                continue  # told of when it is measured
+    first, *others = launches.values()
+    first.compile()
+    with ThreadPoolExecutor(COMPILE_THREADS) as threads:
+        list(threads.map(lambda one: one.compile(), others))
 
 
 class Variants(Bench):
