@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import unquote, urlsplit
@@ -25,6 +26,11 @@ from preprocess.http_fetch import HttpFetcher
 INLINE_BYTES = 128 << 10
 """Payloads up to this size are handled on the event loop (well under a millisecond), above in a thread."""
 
+DECODING_THREADS = 2
+"""Decoding base64 holds the interpreter lock, so that more threads decode no more, only all at once: of 32
+payloads that came together the first was there with the last. Two, so that a large one is not in everybody's
+way."""
+
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]{0,19}):")
 _BASE64_LIKE = re.compile(r"[A-Za-z0-9+/_=\s-]{40}")
 
@@ -39,6 +45,7 @@ class Fetcher:
         self._max_concurrent = max_concurrent
         self._in_progress = 0
         self._http = HttpFetcher(limits, resolver)
+        self._decoders = ThreadPoolExecutor(DECODING_THREADS, thread_name_prefix="base64")
 
     async def __aenter__(self) -> Fetcher:
         return self
@@ -50,6 +57,7 @@ class Fetcher:
 
     async def close(self) -> None:
         await self._http.close()
+        self._decoders.shutdown(wait=False)
 
     async def fetch(self, source: MediaSource) -> Buffer:
         """The encoded bytes, at most limits.max_item_bytes. Raises MediaError kinds, TooManyRequests."""
@@ -81,7 +89,8 @@ class Fetcher:
     async def _data(self, url: str) -> Buffer:
         if len(url) <= INLINE_BYTES:
             return decode_data_url(url, self._limits.max_item_bytes)
-        return await asyncio.to_thread(decode_data_url, url, self._limits.max_item_bytes)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._decoders, decode_data_url, url, self._limits.max_item_bytes)
 
 
 def _no_scheme(url: str) -> MediaError:

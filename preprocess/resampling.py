@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -33,6 +36,7 @@ PILLOW_FILTERS: dict[Resample, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "lanczos": Image.Resampling.LANCZOS,
 }
+BAND_ROWS = 128  # of the result at least, for a thread of its own to be worth its wake
 PRECISION_BITS = 22  # of a weight; bytes and signs take the other ten
 
 
@@ -46,7 +50,7 @@ def compile_resize() -> None:
     RESAMPLE.build(cache_directory())
 
 
-def choose_resize(choice: ResizeChoice) -> Resize:
+def choose_resize(choice: ResizeChoice, threads: int = 1) -> Resize:
     """The C code where "auto" is asked, it has been compiled (nothing is here) and it agrees with this
     Pillow."""
     path = RESAMPLE.path(cache_directory())
@@ -54,7 +58,7 @@ def choose_resize(choice: ResizeChoice) -> Resize:
         return resize_by_pillow
     for columns_first_when_tall in (True, False):
         try:
-            resize = NativeResize(path, columns_first_when_tall)
+            resize = NativeResize(path, columns_first_when_tall, threads)
         except BuildError:  # of another C library: the folder is shared between machines
             break
         if agrees_with_pillow(resize):
@@ -85,6 +89,22 @@ class _Axis(ctypes.Structure):
         ("taps", c_int64),
     )
 
+    def rows(self, first: int, last: int) -> _Axis:
+        """Its outputs [first, last). Valid as long as this one."""
+        skip = 4 * first  # of 32-bit numbers
+        weights = self.weights + skip * self.taps
+        return _Axis(self.first + skip, self.count + skip, weights, last - first, self.taps)
+
+
+def _rows_of(image: _Image, first: int, last: int) -> _Image:
+    skip = first * image.width * image.channels
+    return _Image(image.pixels + skip, last - first, image.width, image.channels)
+
+
+def resize_threads() -> int:
+    """Of a worker that may have the machine for itself: a picture alone waits for little else."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+
 
 class NativeResize:
     """A `Resize`. Raises BuildError for a file that is no library this machine can load.
@@ -94,7 +114,9 @@ class NativeResize:
     loses more than twice as many pixels as the width.
     """
 
-    def __init__(self, path: Path, columns_first_when_tall: bool = True) -> None:
+    def __init__(self, path: Path, columns_first_when_tall: bool = True, threads: int = 1) -> None:
+        self._threads = threads
+        self._others = ThreadPoolExecutor(threads - 1, "resize") if threads > 1 else None
         self._columns_first_when_tall = columns_first_when_tall
         try:
             library = ctypes.CDLL(str(path))
@@ -117,10 +139,29 @@ class NativeResize:
         )
         lost = height - size[1]
         columns_first = self._columns_first_when_tall and lost > 0 and lost > 2 * (width - size[0])
-        addresses = map(ctypes.addressof, (source, across, down))
-        if self._resample(*addresses, columns_first, out.ctypes.data) != 0:
+
+        def make(band: tuple[int, int]) -> int:
+            """Rows [first, last) of the result: the same source and weights, so the same bytes."""
+            first, last = band
+            rows = down.rows(first, last) if down.taps else down
+            part = source if down.taps else _rows_of(source, first, last)
+            addresses = map(ctypes.addressof, (part, across, rows))
+            failed: int = self._resample(*addresses, columns_first, out[first:last].ctypes.data)
+            return failed
+
+        if any(self._make_bands(make, size[1])):
             raise MemoryError
         return out
+
+    def _make_bands(self, make: Callable[[tuple[int, int]], int], num_rows: int) -> list[int]:
+        """Bands of rows side by side; the C code holds no interpreter lock."""
+        num_bands = max(1, min(self._threads, num_rows // BAND_ROWS))
+        ends = [num_rows * index // num_bands for index in range(num_bands + 1)]
+        first, *others = itertools.pairwise(ends)
+        if self._others is None or not others:
+            return [make((0, num_rows))]
+        waiting = [self._others.submit(make, band) for band in others]
+        return [make(first), *(future.result() for future in waiting)]
 
 
 class Weights:

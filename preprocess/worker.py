@@ -30,7 +30,7 @@ from preprocess.protocol import (
     TaskFailed,
     WorkerChannel,
 )
-from preprocess.resampling import choose_resize
+from preprocess.resampling import choose_resize, resize_threads
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,7 +44,7 @@ class Worker:
         assert isinstance(setup, Setup)
         self._setup = setup
         self._arena = ArenaMapping(arena_fd, setup.arena, setup.arena_bytes, writable=True)
-        self._resize = choose_resize(setup.resize)
+        self._resize = choose_resize(setup.resize, resize_threads())
         _limit_memory(setup.limits.worker_memory_bytes)
 
     def serve(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from contracts.errors import MediaError, MediaFetchError, MediaTooLarge, TooManyRequests
 from contracts.media import MediaSource
 from contracts.specs import MediaLimits
+from preprocess import data_url as data_url_module
 from preprocess import fetch as fetch_module
 from preprocess.addresses import is_public
 from preprocess.data_url import _SLICE_CHARS, decode_data_url
@@ -154,6 +155,50 @@ def test_large_payloads_are_decoded_off_the_event_loop(monkeypatch: pytest.Monke
         assert threads[1] == loop_thread
 
     run(scenario)
+
+
+def test_payloads_that_come_together_are_decoded_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once they would hold each other up, so that the first was there with the last."""
+
+    async def scenario() -> None:
+        decode, lock, release = fetch_module.decode_data_url, threading.Lock(), threading.Event()
+        order: list[int] = []
+        running, most = 0, 0
+
+        def recording(url: str, max_bytes: int) -> bytearray:
+            nonlocal running, most
+            with lock:
+                running, most = running + 1, max(most, running + 1)
+                order.append(len(url))
+                if len(order) == fetch_module.DECODING_THREADS:
+                    release.set()
+            assert release.wait(60)
+            decoded = decode(url, max_bytes)
+            with lock:
+                running -= 1
+            return decoded
+
+        monkeypatch.setattr(fetch_module, "decode_data_url", recording)
+        async with Fetcher(MediaLimits()) as fetcher:
+            sizes = [(1 << 18) + 3 * index for index in range(8)]
+            sources = [MediaSource("image", data_url(b"x" * size)) for size in sizes]
+            results = await asyncio.gather(*map(fetcher.fetch, sources))
+        assert [len(data) for data in results] == sizes
+        assert most == fetch_module.DECODING_THREADS
+        assert sorted(order) == sorted(len(source.url) for source in sources)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100, 4096])
+def test_plain_base64_gives_what_the_careful_way_gives(size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    url, limit = data_url(data[:size]), size
+    plain = data_url_module._decode_plain(url, url.index(",") + 1, limit)
+    assert plain == data_url_module._decode_base64(url, url.index(",") + 1, limit) == data[:size]
+    for odd in (url + "\n", url[:-1] + "-", url.replace(",", ", "), url + "é", url + "A=AA"):
+        assert data_url_module._decode_plain(odd, odd.index(",") + 1, 2 * limit) is None
+    assert data_url_module._decode_plain(url, url.index(",") + 1, limit - 1) is None
 
 
 # --- http(s) ------------------------------------------------------------------------------------------------

@@ -72,6 +72,38 @@ def test_random_sizes(native):
         )
 
 
+@pytest.mark.parametrize("resample", PILLOW_FILTERS)
+def test_bands_of_rows_side_by_side_give_the_same_bytes(tmp_path, monkeypatch, resample):
+    monkeypatch.setattr(resampling, "BAND_ROWS", 5)
+    path = RESAMPLE.build(tmp_path)
+    alone, together = NativeResize(path), NativeResize(path, threads=3)
+    rng = random.Random(len(resample))
+    sizes = [
+        ((rng.randint(1, 90), rng.randint(1, 90)), (rng.randint(1, 90), rng.randint(1, 90)))
+        for _ in range(40)
+    ]
+    for before, after in SHAPES + sizes:
+        pixels = noise(*before)
+        for image in (pixels, pixels[:, :, 0]):
+            expected = alone(image, after, resample)
+            np.testing.assert_array_equal(together(image, after, resample), expected, f"{before} {after}")
+
+
+def test_small_pictures_are_resized_by_one_thread(tmp_path):
+    resize = NativeResize(RESAMPLE.build(tmp_path), threads=4)
+    bands: list[tuple[int, int]] = []
+
+    def make(band: tuple[int, int]) -> int:
+        bands.append(band)
+        return 0
+
+    for num_rows in (1, 255, 256, 1036):
+        resize._make_bands(make, num_rows)
+    assert bands[:2] == [(0, 1), (0, 255)]
+    assert sorted(bands[2:4]) == [(0, 128), (128, 256)]
+    assert sorted(bands[4:]) == [(0, 259), (259, 518), (518, 777), (777, 1036)]
+
+
 def test_auto_takes_the_compiled_code_and_pillow_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(resampling, "cache_directory", lambda: tmp_path)
     assert choose_resize("auto") is resize_by_pillow  # nothing is compiled yet
