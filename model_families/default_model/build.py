@@ -22,8 +22,10 @@ from model_families.default_model.omni import make_omni
 from model_families.default_model.shipped import (
     EVALUATION,
     HEARING,
+    ONE_POSITION_PER_TOKEN,
     SEEING,
     SPEAKING,
+    has_mark,
     read_shipped,
     shipped_name,
 )
@@ -87,7 +89,11 @@ def _with_ears_and_voice(seeing: Path, scratch: Path, downloads: Path) -> Path:
         raise SystemExit(str(error)) from None
     present = {"hearing": HEARING, "speaking": SPEAKING}
     make_omni(
-        seeing, made, whisper=whisper, **{name: path for name, path in present.items() if path.exists()}
+        seeing,
+        made,
+        whisper=whisper,
+        one_position_per_token=SEEING.exists() and has_mark(SEEING, ONE_POSITION_PER_TOKEN),
+        **{name: path for name, path in present.items() if path.exists()},
     )
     return made
 

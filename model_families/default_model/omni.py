@@ -48,11 +48,18 @@ FEATURES = {
 
 
 def make_omni(
-    seeing: Path, out: Path, *, whisper: Path, hearing: Path | None = None, speaking: Path | None = None
+    seeing: Path,
+    out: Path,
+    *,
+    whisper: Path,
+    hearing: Path | None = None,
+    speaking: Path | None = None,
+    one_position_per_token: bool = False,
 ) -> None:
     """`seeing`: the composed checkpoint; `hearing`, `speaking`: shipped weights (beside the former the
     words that are known, and which follow which, beside the latter their sections of config.json); what
-    there are none for, the checkpoint does not take or give."""
+    there are none for, the checkpoint does not take or give. `one_position_per_token`: as the eyes were
+    trained."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(seeing)
     tokenizer.add_special_tokens(
@@ -65,6 +72,7 @@ def make_omni(
     tensors |= {f"thinker.{name}": value for name, value in _ears(whisper, hearing).items()}
     config = _config(json.loads((seeing / "config.json").read_text()), ids, width)
     config["thinker_config"]["hears"] = hearing is not None
+    config["thinker_config"]["one_position_per_token"] = one_position_per_token
     for name in (HEARD_WORDS, HEARD_PAIRS):
         if hearing is not None and (known := hearing.with_name(name)).exists():
             shutil.copy(known, out)

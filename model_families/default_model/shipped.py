@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,6 +16,7 @@ HEARING = WEIGHTS / "hearing.safetensors"  # what of the ears is not Whisper's, 
 SPEAKING = WEIGHTS / "speaking.safetensors"  # talker and decoder of sound, under their checkpoint's names
 EVALUATION = WEIGHTS / "evaluation.json"  # how good they are: written by hand of what the recipes measured
 SCALE = ".scale"
+ONE_POSITION_PER_TOKEN = "one_position_per_token"  # marks a tower whose tokens are read like text
 
 
 def shipped_name() -> str:
@@ -23,7 +25,8 @@ def shipped_name() -> str:
     return "omnistage-nano" if trained else "omnistage-default"
 
 
-def write_shipped(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_shipped(path: Path, tensors: Mapping[str, Tensor], marks: Mapping[str, str] | None = None) -> None:
+    """`marks`: strings that stand in the file's header."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         value = tensor.detach().float().cpu()
@@ -37,7 +40,12 @@ def write_shipped(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
         stored[name + SCALE] = scale
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(stored, path)
+    save_file(stored, path, metadata=dict(marks or {}))
+
+
+def has_mark(path: Path, name: str) -> bool:
+    with safe_open(path, framework="pt") as stored:
+        return name in (stored.metadata() or {})
 
 
 def read_shipped(path: Path) -> dict[str, Tensor]:

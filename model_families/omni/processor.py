@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -10,7 +11,7 @@ from contracts.media import MediaItem, Prompt
 from contracts.specs import MediaSpecs
 from model_families.checkpoint import checkpoint_error
 from model_families.omni.layout import OmniLayout, OmniTokens
-from model_families.omni.positions import OmniPositions
+from model_families.omni.positions import Floats
 from model_families.processing import Positions
 
 
@@ -44,11 +45,17 @@ class OmniConfig(msgspec.Struct, frozen=True, kw_only=True):
         return OmniTokens(**ids)
 
 
+class Placing(Protocol):
+    def __call__(self, prompt: Prompt) -> tuple[Floats, float]:
+        """[3, T] float32 (t, h, w), and delta: token i ≥ T has position i + delta."""
+        ...
+
+
 @dataclass(frozen=True)
 class OmniProcessor:
     media_specs: MediaSpecs
     expand: OmniLayout
-    place: OmniPositions
+    place: Placing
 
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         return self.expand(token_ids, items)

@@ -15,6 +15,7 @@ from model_families.omni.config import read_thinker_config
 from model_families.omni.processor import OmniProcessor
 from model_families.omnistage_nano.ears import load_ears
 from model_families.omnistage_nano.pipeline import PIPELINE
+from model_families.omnistage_nano.positions import OnePerToken
 from model_families.omnistage_nano.speech import SPEECH
 from model_families.parts import FamilyParts
 from model_families.processing import Processor
@@ -35,14 +36,18 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     return decoder_config(read_thinker_config(folder, CheckpointConfig))
 
 
-class _Hears(msgspec.Struct, frozen=True):
+class _Trained(msgspec.Struct, frozen=True):
     hears: bool = True  # false: its ears were not trained
+    one_position_per_token: bool = False  # how its eyes were trained; false: as Qwen2.5-Omni has it
 
 
 def open_nano(folder: Path) -> Processor:
     processor = open_processor(folder)
     assert isinstance(processor, OmniProcessor)
-    if read_thinker_config(folder, _Hears).hears:
+    trained = read_thinker_config(folder, _Trained)
+    if trained.one_position_per_token:
+        processor = replace(processor, place=OnePerToken())
+    if trained.hears:
         return processor
     return replace(processor, media_specs=msgspec.structs.replace(processor.media_specs, audio=None))
 

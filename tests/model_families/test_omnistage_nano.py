@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from contracts.digests import ContentDigest
+from contracts.media import MediaItem
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
-from model_families.default_model.shipped import read_shipped, write_shipped
+from model_families.default_model.shipped import has_mark, read_shipped, write_shipped
 from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS, read_lexicon
 from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.registry import open_family
@@ -120,6 +122,33 @@ def test_what_was_not_trained_is_neither_taken_nor_given(parts):
     template = AutoTokenizer.from_pretrained(parts[2])
     assert "audio_pad" not in template.apply_chat_template([turn], tokenize=False)
     assert family.load_encoder("audio", CPU, torch.float32).embedding_width == 64
+
+
+def test_pictures_are_read_like_text_where_the_eyes_were_trained_so(parts, tmp_path):
+    folder = tmp_path / "reads"
+    make_omni(parts[0], folder, whisper=parts[0].parent / "whisper", one_position_per_token=True)
+    config = json.loads((folder / "config.json").read_text())["thinker_config"]
+    digest = ContentDigest(bytes(16))
+    item = MediaItem(
+        modality="image", bytes_digest=digest, pixel_digest=digest, num_tokens=6, grid_thw=(1, 4, 6)
+    )
+    ids = [5, config["image_token_id"], 7]
+    family = open_family(folder)
+    positions, delta = family.positions(family.layout(ids, [item]))
+    assert positions.tolist() == [list(range(8))] * 3
+    assert delta == 0
+    usual = open_family(parts[1])
+    spread, delta = usual.positions(usual.layout(ids, [item]))
+    assert spread[:, 1:7].tolist() == [[1] * 6, [1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3]]
+    assert delta < 0
+
+
+def test_marks_stand_beside_the_weights(tmp_path):
+    write_shipped(tmp_path / "marked", {"a": torch.ones(2)}, {"read": "yes"})
+    write_shipped(tmp_path / "plain", {"a": torch.ones(2)})
+    assert has_mark(tmp_path / "marked", "read")
+    assert not has_mark(tmp_path / "plain", "read")
+    assert read_shipped(tmp_path / "marked").keys() == {"a"}
 
 
 def test_what_the_ears_know_of_words_goes_with_them(parts):

@@ -21,13 +21,15 @@ from model_families.default_model.shipped import read_shipped, write_shipped
 from model_families.vision.patchify import Patchifier
 from tests.tiny_models import build_tokenizer, randomise, reference_model, reference_tokenizer
 from training.seeing import checkpoints
-from training.seeing.batches import Batch, DataConfig, HeldOut, Training, pack
+from training.seeing.batches import Batch, DataConfig, HeldOut, Training, pack, shown_tokens
 from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Row, Words, single, talk
 from training.seeing.decoder import Decoder
 from training.seeing.export import tower_tensors
+from training.seeing.layout import lay_out, letter_cells
 from training.seeing.model import Seeing
 from training.seeing.palette import COLOURS, SHAPES, VARIANTS, shape_mask
-from training.seeing.questions import TASKS, Exchange, ask, ask_about_two
+from training.seeing.plain_talk import plain_talk
+from training.seeing.questions import ASKED, TASKS, Exchange, ask, ask_about_two, ask_task
 from training.seeing.scenes import CELL, COUNTS, LABEL_OF, LABELS, Painter, Scene, Thing, place_of
 from training.seeing.sprites import Sprites, emoji_list
 from training.seeing.tower import CONFIG, Looked, TrainedTower, new_tower, patches
@@ -113,19 +115,22 @@ def test_the_decoder_is_the_checkpoints(checkpoint):
 def test_the_label_loss_wants_the_labels_and_their_words(small_tower):
     trained = TrainedTower(small_tower, 4, torch.float32)
     labels = torch.tensor([[[2, 3, 0, 0], [0, 0, 0, 0]]])  # label 0 is padding
-    words, shows = torch.randn(1, 2, 64), torch.tensor([[True, False]])
+    words, which = torch.randn(3, 64), torch.tensor([[1, -1]])
     shown = torch.zeros(1, 2, small_tower.merger.block_width)
-    tokens = words * shows[..., None]
+    tokens = torch.stack([words[1], torch.zeros(64)])[None]
     with torch.no_grad():
         trained.labels.weight.zero_()
         right, wrong = torch.tensor([-9.0, -9.0, 9.0, 9.0]), torch.full((4,), -9.0)
         trained.labels.weight[:, 0] = right
         trained.labels.bias.fill_(-9.0)
         shown[0, 0, 0] = 2.0
-        assert trained.label_loss(Looked(tokens, shown), labels, words, shows) < 1e-2
-        assert trained.label_loss(Looked(tokens + 1, shown), labels, words, shows) > 0.5
+        assert trained.label_loss(Looked(tokens, shown), labels, words, which) < 1e-2
+        assert trained.label_loss(Looked(tokens + 1, shown), labels, words, which) > 0.5
+        nearer_another = 0.4 * words[1] + 0.6 * words[2]
+        mixed = torch.stack([nearer_another, torch.zeros(64)])[None]
+        assert trained.label_loss(Looked(mixed, shown), labels, words, which) > 2
         trained.labels.weight[:, 0] = wrong
-        assert trained.label_loss(Looked(tokens, shown), labels, words, shows) > 1
+        assert trained.label_loss(Looked(tokens, shown), labels, words, which) > 1
 
 
 def test_adapters_change_nothing_at_first_and_merge(checkpoint):
@@ -164,11 +169,6 @@ def test_rows_are_the_chat_template(checkpoint):
     assert row.ids == expected
     answered = [token for token, turn in zip(row.ids, row.answered, strict=True) if turn]
     assert tokenizer.decode(answered) == "It is red.<|im_end|>"
-    place = row.ids.index(words.image)
-    assert row.positions[place : place + 6] == [
-        (place, place + r, place + c) for r in (0, 1) for c in (0, 1, 2)
-    ]
-    assert row.positions[place + 6] == (place + 3,) * 3
 
 
 @pytest.mark.parametrize("text_first", [False, True])
@@ -203,13 +203,13 @@ def test_conversations_fit_their_rows(checkpoint, painter, pictures):
     for _ in range(20):
         drawn = [painter.draw(rng.choice(("things", "number")), 3, 3, rng) for _ in range(pictures)]
         row = talk(words, [picture.scene for picture in drawn], (3, 3), rng, length=600)
-        assert len(row.ids) == len(row.positions) == len(row.answered) <= 600
-        assert row.tasks
+        assert len(row.ids) == len(row.answered) <= 600
+        assert row.asked
         batch = pack(drawn, [row], words, 600)
         assert (batch.ids == words.image).sum() == 9 * pictures
         place = batch.targets[0] != IGNORED
         assert torch.equal(batch.targets[0][place], batch.ids[0].roll(-1)[place])
-        assert set(batch.turns[0][place].tolist()) == set(range(1, len(row.tasks) + 1))
+        assert set(batch.turns[0][place].tolist()) == set(range(1, len(row.asked) + 1))
 
 
 def test_answers_are_true_of_the_scene():
@@ -257,25 +257,84 @@ def test_text_is_labelled_letter_by_letter(painter):
     assert picture.pixels.std() > 5
 
 
-def test_cells_are_words_that_go_from_left_to_right(checkpoint, painter):
-    """Colour, shape, colour…: of a thing alone both are there, however small it is."""
-    rng, words = random.Random(4), Words(checkpoint)
-    pictures = [painter.draw("things", 8, 8, rng) for _ in range(60)]
-    alone = [picture for picture in pictures if len(picture.scene.things) == 1]
-    assert len(alone) > 5
+def said_by(picture, grid, words):
+    """By cell, row by row: what its token is to say."""
+    tokens = shown_tokens(picture, grid, words)
+    return [words.tokenizer.decode([token]).strip() if token >= 0 else "" for token in tokens.tolist()]
+
+
+def test_tokens_say_what_is_where_in_reading_order(painter, spoken_words):
+    rng = random.Random(4)
+    for _ in range(60):
+        picture = painter.draw("things", 8, 8, rng)
+        scene, said = picture.scene, said_by(picture, (8, 8), spoken_words)
+        total = (*COUNTS, "six")[len(scene.things) - 1]
+        expected = [scene.background, "background", total, "objects" if len(scene.things) > 1 else "object"]
+        for thing in scene.things:
+            expected += [COUNTS[scene.counted(thing.shape) - 1], thing.colour, thing.shape]
+            expected += thing.place.split()
+        assert [word for word in said if word] == expected
+        assert said[:4] == expected[:4]
+    alone = [p for p in (painter.draw("things", 8, 8, rng) for _ in range(60)) if len(p.scene.things) == 1]
     for picture in alone:
         thing = picture.scene.things[0]
-        written = picture.written.reshape(8, 8, 2)
-        rows = [[LABELS[label] for label, _ in row if label] for row in written.tolist()]
-        for row in filter(None, rows):
-            assert row == ([thing.colour, thing.shape] * 4)[: len(row)]
-            assert len(row) > 1
-        assert any(rows)
-        talked = talk(words, [picture.scene], (8, 8), rng, 400)
-        shown = pack([picture], [talked], words, 400).shown[0]
-        assert ((shown >= 0).numpy() == (picture.written[:, 0] > 0)).all()
-        colour = words.phrase(thing.colour)[0]
-        assert colour in shown.tolist()
+        row = int(thing.y * 8)
+        said = said_by(picture, (8, 8), spoken_words)[8 * row : 8 * row + 8]
+        if row:
+            column = min(said.index("one"), 7)
+            assert column <= thing.x * 8
+
+
+def test_a_words_letters_follow_each_other_though_cells_are_wider(painter, spoken_words):
+    rng = random.Random(2)
+    for grid in ((8, 8), (9, 7), (12, 6), (5, 14)):
+        for _ in range(20):
+            picture = painter.draw("word", *grid, rng)
+            said = [word for word in said_by(picture, grid, spoken_words) if word]
+            headline = [picture.scene.background, "background", picture.scene.text_colour, "word"]
+            assert said == headline + list(picture.scene.text)
+
+
+def test_letters_have_a_cell_each():
+    assert letter_cells([1, 3, 4], row=2, columns=6) == [13, 15, 16]
+    assert letter_cells([2, 2, 3, 3], row=0, columns=6) == [2, 3, 4, 5]
+    assert letter_cells([3, 4, 4, 5, 5], row=1, columns=6) == [7, 8, 9, 10, 11]  # moved left
+    assert letter_cells([0, 0, 1], row=1, columns=2) == [2, 3, 4]  # longer than a row
+
+
+def test_phrases_make_room_for_each_other():
+    def laid(*phrases):
+        return lay_out(phrases, 12, 4).tolist()
+
+    assert laid((5, (1, 2))) == [-1] * 5 + [1, 2] + [-1] * 5
+    assert laid((7, (1, 2))) == [-1] * 6 + [1, 2] + [-1] * 4  # not over the end of its row
+    assert laid((5, (3,)), (4, (1, 2))) == [-1] * 4 + [1, 2, 3] + [-1] * 5
+    assert laid((10, (1, 2)), (10, (3, 4))) == [-1] * 8 + [1, 2, 3, 4]
+    assert laid((0, tuple(range(20)))) == list(range(12))
+
+
+@pytest.fixture(scope="module")
+def spoken_words():
+    return SpokenWords()
+
+
+class SpokenWords:
+    """A vocabulary of whole words, for what tokens say."""
+
+    def __init__(self):
+        self.names = []
+        self.tokenizer = self
+
+    def phrase(self, label):
+        return tuple(self._id(word) for word in label.split())
+
+    def _id(self, word):
+        if word not in self.names:
+            self.names.append(word)
+        return self.names.index(word)
+
+    def decode(self, ids):
+        return self.names[ids[0]]
 
 
 def test_labels_have_names():
@@ -325,7 +384,7 @@ def test_a_run_learns_saves_and_is_taken_up(checkpoint, painter, small_tower, tm
 
     def model():
         tower = TrainedTower(new_tower(small_tower.config, decoder.words, 1), len(LABELS), torch.float32)
-        return Seeing(tower, decoder, words.image)
+        return Seeing(tower, decoder, words.image, words.spoken())
 
     drawn = [painter.draw("things", 3, 3, rng) for _ in range(2)]
     batch = pack(drawn, [talk(words, [picture.scene], (3, 3), rng, 400) for picture in drawn], words, 400)
@@ -412,6 +471,32 @@ def build_tokenizer_with_vision():
     return tokenizer
 
 
+def test_talk_of_else_follows_a_picture_and_is_held_out(checkpoint, painter):
+    train, held = plain_talk("train"), plain_talk("held_out")
+    assert len(train) > 4 * len(held) > 0
+    assert not set(train) & set(held)
+    words, rng = Words(checkpoint), random.Random(1)
+    picture = painter.draw("things", 3, 3, rng)
+    rows = [talk(words, [picture.scene], (3, 3), rng, 2000) for _ in range(60)]
+    turned = [row for row in rows if "talk" in row.asked]
+    assert 0 < len(turned) < 20
+    assert all(row.asked[0] != "talk" for row in turned)
+    about, other = ask(picture.scene, rng), Exchange("talk", *held[0])
+    row = single(words, other, (3, 3), after=about)
+    assert row.asked == ["talk"]
+    answered = [token for token, turn in zip(row.ids, row.answered, strict=True) if turn]
+    assert tuple(answered) == (*words.answer(other), words.end)
+    assert row.ids.count(words.image) == 9
+
+
+def test_what_else_is_on_a_side_makes_a_question_of_it_ambiguous():
+    corner = (Thing("red", "circle", 0.1, 0.1, "top left"), Thing("blue", "star", 0.1, 0.5, "left"))
+    rng = random.Random(0)
+    asked = {ask_task(Scene("things", "white", corner), "position", rng).question for _ in range(300)}
+    assert "What is on the left?" not in asked
+    assert "What is at the top left?" in asked
+
+
 def test_batches_repeat(checkpoint, tmp_path):
     config = DataConfig(checkpoint, tmp_path, batch=2, seed=7, length=1200)
     with pytest.MonkeyPatch.context() as patch:
@@ -422,5 +507,5 @@ def test_batches_repeat(checkpoint, tmp_path):
         assert not torch.equal(first.ids, other.ids)
         held = list(HeldOut(config, rows=1))
     assert isinstance(held[0], Batch)
-    named = [TASKS[int(batch.tasks[0, 0])] for batch in held]
+    named = [ASKED[int(batch.tasks[0, 0])].partition(".")[0] for batch in held]
     assert named == [task for task in TASKS if task != "emoji"]  # there is no emoji font

@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from training.seeing.conversations import IGNORED, MAX_TURNS, ROW_LENGTH, Grid, Row, Words, single, talk
-from training.seeing.questions import TASKS, Exchange, ask_about_two, ask_task, can_ask
-from training.seeing.scenes import LABELS, Kind, Painter, Picture, Scene, Written
+from training.seeing.conversations import (
+    IGNORED,
+    MAX_TURNS,
+    ROW_LENGTH,
+    Grid,
+    Row,
+    Words,
+    single,
+    talk,
+    talk_of_else,
+)
+from training.seeing.layout import Tokens, lay_out
+from training.seeing.questions import ASKED, TASKS, Exchange, ask, ask_about_two, ask_task, can_ask
+from training.seeing.scenes import Kind, Painter, Picture, Scene
 from training.seeing.sprites import Sprites
 from training.seeing.vocabulary import Split, dictionary
 
@@ -41,11 +51,10 @@ class Batch(NamedTuple):
     labels: Tensor  # int16 [P, C, labels of a cell]
     shown: Tensor  # int32 [P, C]: the token whose embedding a cell is to be, -1: none
     ids: Tensor  # int64 [B, L]
-    positions: Tensor  # int32 [B, 3, L]
     targets: Tensor  # int64 [B, L]: the next token where it is part of an answer, else IGNORED
     turns: Tensor  # uint8 [B, L]: which turn a target belongs to, from 1
     said: Tensor  # int64: where among the B x L places there are targets, ascending
-    tasks: Tensor  # int8 [B, T]: index into TASKS, or -1
+    tasks: Tensor  # int8 [B, T]: index into ASKED, or -1
 
 
 @dataclass(frozen=True)
@@ -123,41 +132,45 @@ class HeldOut(IterableDataset[Batch]):
         drawn: list[Picture] = []
         rows: list[Row] = []
         while len(rows) < count:
-            kinds = [kind for kind in KINDS if two or can_ask(kind, task)]
+            kinds = [kind for kind in KINDS if two or task == "talk" or can_ask(kind, task)]
             new = [drawing.painter.draw(rng.choice(kinds), *grid, rng) for _ in range(2 if two else 1)]
             exchange = self._question([picture.scene for picture in new], task, rng)
             if exchange is None:
                 continue
             drawn += new
-            rows.append(single(drawing.words, exchange, grid, len(new)))
+            if task == "talk":
+                row = single(drawing.words, talk_of_else("held_out", rng), grid, after=exchange)
+            else:
+                row = single(drawing.words, exchange, grid, len(new))
+            rows.append(row)
         return pack(drawn, rows, drawing.words, self._config.length)
 
     def _question(self, scenes: list[Scene], task: str, rng: random.Random) -> Exchange | None:
         if len(scenes) == 2:
             return ask_about_two(scenes[0], scenes[1], rng)
-        return ask_task(scenes[0], task, rng)
+        return ask(scenes[0], rng) if task == "talk" else ask_task(scenes[0], task, rng)
 
 
 def pack(pictures: list[Picture], rows: list[Row], words: Words, length: int) -> Batch:
     count = len(rows)
     ids, targets = np.zeros((count, length), np.int64), np.full((count, length), IGNORED, np.int64)
-    positions, turns = np.zeros((count, 3, length), np.int32), np.zeros((count, length), np.uint8)
+    turns = np.zeros((count, length), np.uint8)
     tasks = np.full((count, MAX_TURNS), -1, np.int8)
     for index, row in enumerate(rows):
         used = len(row.ids)
         ids[index, :used] = row.ids
-        positions[index, :, :used] = np.array(row.positions).T
         answered = np.array(row.answered[1:])
         turns[index, : used - 1] = answered
         targets[index, : used - 1] = np.where(answered > 0, row.ids[1:], IGNORED)
-        tasks[index, : len(row.tasks)] = [TASKS.index(task) for task in row.tasks]
+        tasks[index, : len(row.asked)] = [ASKED.index(asked) for asked in row.asked]
     return Batch(
         pixels=torch.from_numpy(np.stack([picture.pixels for picture in pictures])),
         noise=torch.tensor([picture.noise for picture in pictures], dtype=torch.float32),
         labels=torch.from_numpy(np.stack([picture.labels for picture in pictures])),
-        shown=torch.from_numpy(np.stack([_tokens(picture.written, words) for picture in pictures])),
+        shown=torch.from_numpy(
+            np.stack([shown_tokens(picture, rows[0].grid, words) for picture in pictures])
+        ),
         ids=torch.from_numpy(ids),
-        positions=torch.from_numpy(positions),
         targets=torch.from_numpy(targets),
         turns=torch.from_numpy(turns),
         said=torch.from_numpy(np.flatnonzero(targets != IGNORED)),
@@ -165,13 +178,13 @@ def pack(pictures: list[Picture], rows: list[Row], words: Words, length: int) ->
     )
 
 
-def _tokens(written: Written, words: Words) -> npt.NDArray[np.int32]:
-    tokens = np.full(len(written), -1, np.int32)
-    for cell in np.flatnonzero(written[:, 0]):
-        label, part = written[cell].tolist()
-        phrase = words.phrase(LABELS[label])
-        tokens[cell] = phrase[part % len(phrase)]
-    return tokens
+def shown_tokens(picture: Picture, grid: Grid, words: Words) -> Tokens:
+    """[C]: the token whose embedding a cell is to be, -1: none."""
+    phrases = [
+        (phrase.cell, tuple(token for name in phrase.names for token in words.phrase(name)))
+        for phrase in picture.phrases
+    ]
+    return lay_out(phrases, grid[0] * grid[1], grid[1])
 
 
 def load(data: IterableDataset[Batch], workers: int, *, pin: bool) -> DataLoader[Batch]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 MAX_FILE_BYTES = 15 << 20
 STATE_FILE = "state.json"
+SCHEME = 1  # 0: colour and shape by turns over a thing; 1: phrases in reading order
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Progress:
     steps: int = 0
     seconds: float = 0.0
     pictures: int = 0
+    scheme: int = 0  # what its tokens were taught to say
 
 
 def save(model: nn.Module, progress: Progress, folder: Path) -> None:

@@ -14,13 +14,19 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from training.seeing.plain_talk import plain_talk
 from training.seeing.questions import Exchange, ask, ask_about_two
-from training.seeing.scenes import Scene
+from training.seeing.scenes import SPOKEN, Scene
+from training.seeing.vocabulary import Split
 
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 SYSTEMS = (DEFAULT_SYSTEM,) * 9 + ("You are a helpful assistant.",)
 ROW_LENGTH = 224
 MAX_TURNS = 10
+SHARE_OF_TALK, TALK_WITHIN = (
+    0.1,
+    3,
+)  # conversations that turn to something else, by so many turns after the first
 IGNORED = -100
 
 Ints = npt.NDArray[np.int64]
@@ -61,6 +67,10 @@ class Words:
         """What a picture is labelled with, as it stands in a text; letters and digits for themselves."""
         return self.encode(label if len(label) == 1 else f" {label}")
 
+    def spoken(self) -> list[int]:
+        """Tokens of all that pictures' tokens may say, ascending."""
+        return sorted({token for name in SPOKEN for token in self.phrase(name)})
+
     def answer(self, exchange: Exchange) -> tuple[int, ...]:
         """A word that is read is written in tokens of one letter: what the tower sees are letters."""
         if not exchange.spelled:
@@ -80,31 +90,23 @@ class Row:
     words: Words
     grid: Grid
     ids: list[int] = field(default_factory=list)
-    positions: list[tuple[int, int, int]] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)  # the turn whose answer a token belongs to; 0: none
-    tasks: list[str] = field(default_factory=list)
-    next_position: int = 0
+    asked: list[str] = field(default_factory=list)  # of each turn, as in ASKED
 
     def say(self, ids: tuple[int, ...], turn: int = 0) -> None:
         self.ids += ids
         self.answered += [turn] * len(ids)
-        self.positions += [(p, p, p) for p in range(self.next_position, self.next_position + len(ids))]
-        self.next_position += len(ids)
 
     def show(self) -> None:
-        """One picture: its place in time stays, rows and columns count from there."""
+        """One picture, whose tokens have places like words."""
         rows, columns = self.grid
-        self.say((self.words.vision_start,))
-        base = self.next_position
-        self.ids += [self.words.image] * (rows * columns)
-        self.answered += [0] * (rows * columns)
-        self.positions += [
-            (base, base + row, base + column) for row in range(rows) for column in range(columns)
-        ]
-        self.next_position = base + max(rows, columns)
-        self.say((self.words.vision_end,))
+        words = self.words
+        self.say((words.vision_start, *[words.image] * (rows * columns), words.vision_end))
 
-    def exchange(self, exchange: Exchange, pictures: int, *, text_first: bool = False) -> None:
+    def exchange(
+        self, exchange: Exchange, pictures: int, *, text_first: bool = False, counts: bool = True
+    ) -> None:
+        """A turn. Its answer `counts`, in training and evaluation, or merely stands there."""
         words = self.words
         if text_first:
             self.say((words._start, *words.encode(f"user\n{exchange.question}")))
@@ -117,8 +119,9 @@ class Row:
         if not text_first:
             self.say(words.encode(exchange.question))
         self.say((*words.closed(), *words.opened("assistant")))
-        self.tasks.append(exchange.task)
-        self.say((*words.answer(exchange), words.end), turn=len(self.tasks))
+        if counts:
+            self.asked.append(exchange.asked)
+        self.say((*words.answer(exchange), words.end), turn=len(self.asked) if counts else 0)
         self.say(words.newline)
 
     def cost(self, exchange: Exchange, pictures: int) -> int:
@@ -135,14 +138,24 @@ def talk(words: Words, scenes: list[Scene], grid: Grid, rng: random.Random, leng
     while len(row.ids) > length:
         row = _opening(words, scenes, grid, rng)
     asked: set[str] = set()
-    while len(row.tasks) < MAX_TURNS:
-        more = ask(scenes[0], rng) if len(scenes) == 1 else ask_about_two(scenes[0], scenes[1], rng)
+    turns_away = len(row.asked) + rng.randrange(TALK_WITHIN) if rng.random() < SHARE_OF_TALK else -1
+    while len(row.asked) < MAX_TURNS:
+        if len(row.asked) == turns_away:
+            more = talk_of_else("train", rng)
+        else:
+            more = ask(scenes[0], rng) if len(scenes) == 1 else ask_about_two(scenes[0], scenes[1], rng)
         if len(row.ids) + row.cost(more, 0) > length or (more.question in asked and rng.random() < 0.2):
             break
         if more.question not in asked:
             asked.add(more.question)
             row.exchange(more, 0)
     return row
+
+
+def talk_of_else(split: Split, rng: random.Random) -> Exchange:
+    """Words that have nothing to do with a picture, and what the language model says to them without one."""
+    said = rng.choice(plain_talk(split))
+    return Exchange("talk", said.question, said.answer)
 
 
 def _opening(words: Words, scenes: list[Scene], grid: Grid, rng: random.Random) -> Row:
@@ -158,9 +171,13 @@ def _opening(words: Words, scenes: list[Scene], grid: Grid, rng: random.Random) 
     return row
 
 
-def single(words: Words, exchange: Exchange, grid: Grid, pictures: int = 1) -> Row:
-    """One question, as evaluation asks it."""
+def single(
+    words: Words, exchange: Exchange, grid: Grid, pictures: int = 1, *, after: Exchange | None = None
+) -> Row:
+    """One question, as evaluation asks it; `after` another one with the pictures, whose answer is given."""
     row = Row(words, grid)
     row.say((*words.opened("system"), *words.encode(DEFAULT_SYSTEM), *words.closed()))
-    row.exchange(exchange, pictures)
+    if after is not None:
+        row.exchange(after, pictures, counts=False)
+    row.exchange(exchange, 0 if after is not None else pictures)
     return row

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model_families.default_model.shipped import SEEING, write_shipped
+from model_families.default_model.shipped import ONE_POSITION_PER_TOKEN, SEEING, write_shipped
 from training.seeing.checkpoints import read_trained
 from training.seeing.tower import CONFIG
 
@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=SEEING)
     arguments = parser.parse_args()
     with torch.no_grad():
-        write_shipped(arguments.to, tower_tensors(read_trained(arguments.run)))
+        tensors = tower_tensors(read_trained(arguments.run))
+        write_shipped(arguments.to, tensors, {ONE_POSITION_PER_TOKEN: "yes"})
     print(f"{arguments.to}: {arguments.to.stat().st_size / 1e6:.1f} MB")
 
 

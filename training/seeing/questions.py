@@ -15,8 +15,19 @@ from training.seeing.scenes import COUNTS, PLACES, Scene, Thing
 
 TASKS = (
     *("colour", "shape", "count", "position", "presence", "describe", "background"),
-    *("number", "word", "text_colour", "emoji", "unknown", "two_pictures"),
+    *("number", "word", "text_colour", "emoji", "unknown", "two_pictures", "talk"),
 )
+# Evaluation tells these apart within a task: "position.where".
+KINDS = {
+    "count": ("shape", "colour", "all", "none"),
+    "position": ("where", "what", "sideways", "upright"),
+    "presence": ("shape", "pair"),
+    "describe": ("one", "several"),
+    "word": ("short", "long"),
+    "two_pictures": ("one", "which", "both"),
+}
+ASKED = tuple(f"{task}.{kind}" if kind else task for task in TASKS for kind in KINDS.get(task, ("",)))
+SHORT_WORD = 5  # letters at most
 UNKNOWN = "I do not know."
 _NUMBERS = ("no", *COUNTS, "six")
 
@@ -27,6 +38,11 @@ class Exchange:
     question: str
     answer: str
     spelled: str = ""  # the part of the answer that is written letter by letter
+    kind: str = ""  # of its task's KINDS
+
+    @property
+    def asked(self) -> str:
+        return f"{self.task}.{self.kind}" if self.kind else self.task
 
 
 Asker = Callable[[Scene, random.Random], Exchange | None]
@@ -53,14 +69,14 @@ def can_ask(kind: str, task: str) -> bool:
 
 
 def describe(scene: Scene) -> str:
-    """What is on the picture, as a noun phrase: "a red circle and two blue stars"."""
+    """What is on the picture, as a noun phrase: "a red circle and two blue stars", in reading order."""
     if scene.kind == "nothing":
         return "nothing that I know"
     if scene.emoji is not None:
         return f"the {scene.emoji.name} emoji"
     if scene.kind in ("number", "word"):
         return f"a {scene.kind}"
-    groups = Counter((thing.colour, thing.shape) for thing in sorted(scene.things, key=lambda t: (t.x, t.y)))
+    groups = Counter((thing.colour, thing.shape) for thing in scene.things)
     return _join([_group(colour, shape, count) for (colour, shape), count in groups.items()])
 
 
@@ -148,16 +164,16 @@ def _count(scene: Scene, rng: random.Random) -> Exchange | None:
     how = rng.random()
     if how < 0.55:
         shape = max(SHAPES, key=scene.counted) if rng.random() < 0.6 else rng.choice(scene.things).shape
-        count, one, many = scene.counted(shape), shape, SHAPES[shape]
+        kind, count, one, many = "shape", scene.counted(shape), shape, SHAPES[shape]
     elif how < 0.7:
         colour = rng.choice(scene.things).colour
         count = sum(thing.colour == colour for thing in scene.things)
-        one, many = f"{colour} object", f"{colour} objects"
+        kind, one, many = "colour", f"{colour} object", f"{colour} objects"
     elif how < 0.9:
-        count, one, many = len(scene.things), "object", "objects"
+        kind, count, one, many = "all", len(scene.things), "object", "objects"
     else:
         shape = rng.choice([name for name in SHAPES if not scene.counted(name)])
-        count, one, many = 0, shape, SHAPES[shape]
+        kind, count, one, many = "none", 0, shape, SHAPES[shape]
     if count > len(COUNTS):
         return None
     question = rng.choice(
@@ -168,7 +184,7 @@ def _count(scene: Scene, rng: random.Random) -> Exchange | None:
             f"Count the {many}.",
         )
     )
-    return Exchange("count", question, _there_are(count, one, many))
+    return Exchange("count", question, _there_are(count, one, many), kind=kind)
 
 
 def _where(place: str) -> str:
@@ -191,16 +207,22 @@ def _position(scene: Scene, rng: random.Random) -> Exchange | None:
         question = rng.choice(
             (f"Where is the {name}?", f"Where in the picture is the {name}?", f"Where do you see the {name}?")
         )
-        return Exchange("position", question, f"The {name} is {_where(thing.place)}.")
+        return Exchange("position", question, f"The {name} is {_where(thing.place)}.", kind="where")
     if how < 0.75:
         place = thing.place if rng.random() < 0.8 else rng.choice(PLACES)
         there = [other for other in scene.things if other.place == place]
-        if len(there) > 1:
+        if len(there) > 1 or _beside(scene, place):
             return None
         answer = describe(Scene("things", things=tuple(there))) if there else "nothing"
         question = rng.choice((f"What is {_where(place)}?", f"What do you see {_where(place)}?"))
-        return Exchange("position", question, _sentence(f"there is {answer} {_where(place)}"))
+        sentence = _sentence(f"there is {answer} {_where(place)}")
+        return Exchange("position", question, sentence, kind="what")
     return _relation(scene, thing, rng)
+
+
+def _beside(scene: Scene, place: str) -> bool:
+    """Whether something else is "on the left" too, in a corner there: the question would be ambiguous."""
+    return any(place in thing.place.split() and thing.place != place for thing in scene.things)
 
 
 def _relation(scene: Scene, thing: Thing, rng: random.Random) -> Exchange | None:
@@ -218,7 +240,8 @@ def _relation(scene: Scene, thing: Thing, rng: random.Random) -> Exchange | None
     if abs(distance) < 0.15:
         return None
     question = f"Is the {_name(scene, thing, rng)} {side} the {_name(scene, other, rng)}?"
-    return Exchange("position", question, "Yes." if distance > 0 else "No.")
+    kind = "upright" if side in ("above", "below") else "sideways"
+    return Exchange("position", question, "Yes." if distance > 0 else "No.", kind=kind)
 
 
 def _presence(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -227,11 +250,11 @@ def _presence(scene: Scene, rng: random.Random) -> Exchange | None:
     if rng.random() < 0.3:
         shape, colour = thing.shape, thing.colour if rng.random() < 0.5 else rng.choice(list(COLOURS))
         there = any((other.colour, other.shape) == (colour, shape) for other in scene.things)
-        name = f"{_article(colour)} {colour} {shape}"
+        kind, name = "pair", f"{_article(colour)} {colour} {shape}"
     else:
-        there, name = scene.counted(shape) > 0, f"{_article(shape)} {shape}"
+        kind, there, name = "shape", scene.counted(shape) > 0, f"{_article(shape)} {shape}"
     question = rng.choice((f"Is there {name}?", f"Is there {name} in the picture?", f"Do you see {name}?"))
-    return Exchange("presence", question, "Yes." if there else "No.")
+    return Exchange("presence", question, "Yes." if there else "No.", kind=kind)
 
 
 def _describe(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -251,7 +274,8 @@ def _describe(scene: Scene, rng: random.Random) -> Exchange | None:
         return _text_exchange(scene, rng.choice(wordings))
     if scene.emoji is not None:
         return Exchange("emoji", rng.choice(wordings), f"It is {shown}.")
-    return Exchange("describe", rng.choice(wordings), f"The picture shows {shown}.")
+    kind = "one" if len(scene.things) == 1 else "several"
+    return Exchange("describe", rng.choice(wordings), f"The picture shows {shown}.", kind=kind)
 
 
 def _absent(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -302,7 +326,8 @@ def _background(scene: Scene, rng: random.Random) -> Exchange | None:
 def _text_exchange(scene: Scene, question: str) -> Exchange:
     if scene.kind == "number":
         return Exchange("number", question, f"The number is {scene.text}.")
-    return Exchange("word", question, f'The word is "{scene.text}".', spelled=scene.text)
+    kind = "short" if len(scene.text) <= SHORT_WORD else "long"
+    return Exchange("word", question, f'The word is "{scene.text}".', spelled=scene.text, kind=kind)
 
 
 def _read(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -350,14 +375,14 @@ def _in_one(first: Scene, second: Scene, rng: random.Random) -> Exchange | None:
         if phrase in question:
             place = " in" if " in t" in phrase else ""
             question = question.replace(phrase, f"{place} the {ordinal} picture", 1)
-            return Exchange("two_pictures", question, inner.answer, inner.spelled)
+            return Exchange("two_pictures", question, inner.answer, inner.spelled, "one")
     question = rng.choice(
         (
             f"In the {ordinal} picture: {question[0].lower()}{question[1:]}",
             f"{question[:-1]} in the {ordinal} picture{question[-1]}",
         )
     )
-    return Exchange("two_pictures", question, inner.answer, inner.spelled)
+    return Exchange("two_pictures", question, inner.answer, inner.spelled, "one")
 
 
 def _which_shows(first: Scene, second: Scene, rng: random.Random) -> Exchange | None:
@@ -379,7 +404,7 @@ def _which_shows(first: Scene, second: Scene, rng: random.Random) -> Exchange | 
     question = rng.choice(
         (f"Which picture shows {_article(what)} {what}?", f"Which picture has {_article(what)} {what}?")
     )
-    return Exchange("two_pictures", question, f"The {ordinal} picture.")
+    return Exchange("two_pictures", question, f"The {ordinal} picture.", kind="which")
 
 
 def _difference(first: Scene, second: Scene, rng: random.Random) -> Exchange | None:
@@ -393,7 +418,9 @@ def _difference(first: Scene, second: Scene, rng: random.Random) -> Exchange | N
             "Describe both pictures.",
         )
     )
-    return Exchange("two_pictures", question, f"The first shows {shown[0]}. The second shows {shown[1]}.")
+    return Exchange(
+        "two_pictures", question, f"The first shows {shown[0]}. The second shows {shown[1]}.", kind="both"
+    )
 
 
 # How often each is asked: repeated entries.

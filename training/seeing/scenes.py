@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from training.seeing.layout import Phrase, letter_cells
 from training.seeing.palette import COLOURS, SHAPES, VARIANTS, Rgb, shape_mask, tint
 from training.seeing.sprites import Emoji, Sprites, emoji_list
 from training.seeing.vocabulary import Split, held_out_pair, number, split_words, word
@@ -33,12 +34,13 @@ LABELS: tuple[str, ...] = (
 )
 _FIRST_EMOJI = len(LABELS) - len(emoji_list())
 LABEL_OF = {name: index for index, name in enumerate(LABELS[:_FIRST_EMOJI]) if name}
+# All that tokens may say: see `headline` and `Painter`.
+SPOKEN: tuple[str, ...] = (*LABELS[1:], "six", "background", "object", "objects", "number", "word", "emoji")
 MARGIN = 0.035  # how far a centre keeps from the lines between places
 
 Kind = Literal["things", "number", "word", "emoji", "nothing"]
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int16]  # [rows * columns, LABELS_PER_CELL]
-Written = npt.NDArray[np.int16]  # [rows * columns, 2]: a label, and which of its words; label 0: nothing
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Canvas:
         self.image = image
         self.rows, self.columns = rows, columns
         self.taken: list[tuple[float, float, float, float]] = []
+        self.phrases: list[Phrase] = []
         self._cells: dict[tuple[int, int], list[int]] = {}
-        self._written: dict[tuple[int, int], tuple[int, int]] = {}
 
     def free(self, box: tuple[float, float, float, float], gap: float) -> bool:
         a, b, c, d = box
@@ -85,10 +87,9 @@ class Canvas:
         cell += [name for name in names if name not in cell]
         return row, column
 
-    def write(self, cell: tuple[int, int], name: int, part: int = 0) -> None:
-        """What the cell's token is to be: one word of a label, if the cell is of the picture and free."""
-        if 0 <= cell[0] < self.rows and 0 <= cell[1] < self.columns:
-            self._written.setdefault(cell, (name, part))
+    def say(self, row: int, column: int, *names: str) -> None:
+        """What the tokens from a cell on are to be."""
+        self.phrases.append(Phrase(row * self.columns + column, names))
 
     def labels(self) -> Labels:
         array = np.zeros((self.rows * self.columns, LABELS_PER_CELL), np.int16)
@@ -97,19 +98,13 @@ class Canvas:
             array[row * self.columns + column, : len(kept)] = kept
         return array
 
-    def written(self) -> Written:
-        array = np.zeros((self.rows * self.columns, 2), np.int16)
-        for (row, column), found in self._written.items():
-            array[row * self.columns + column] = found
-        return array
-
 
 @dataclass(frozen=True)
 class Picture:
     scene: Scene
     pixels: Pixels  # [height, width, 3]
     labels: Labels
-    written: Written
+    phrases: tuple[Phrase, ...]
     noise: float  # standard deviation, on 0..255, to be added where the picture is used
 
 
@@ -144,7 +139,8 @@ class Painter:
                 (width, height), rng.choice((Image.Resampling.BICUBIC, Image.Resampling.BILINEAR))
             )
         noise = 0.0 if rng.random() < 0.6 else rng.uniform(1, 16)
-        return Picture(scene, np.asarray(image), canvas.labels(), canvas.written(), noise)
+        phrases = (Phrase(0, headline(scene)), *canvas.phrases)
+        return Picture(scene, np.asarray(image), canvas.labels(), phrases, noise)
 
     # --- coloured shapes ---
     def _things(self, canvas: Canvas, background: str, rng: random.Random) -> tuple[Thing, ...]:
@@ -158,14 +154,15 @@ class Painter:
                 x, y, width, height = spot
                 self._draw_shape(canvas, colour, shape, spot, rng)
                 placed.append((Thing(colour, shape, x, y, place_of(x, y)), (width, height)))
+        placed.sort(key=lambda one: (int(one[0].y * canvas.rows), one[0].x))  # as they are read
         things = tuple(thing for thing, _ in placed)
         for thing, (width, height) in placed:
             count = sum(other.shape == thing.shape for other in things)
             names = (thing.colour, thing.shape, COUNTS[count - 1], thing.place)
-            cells = label_box(
-                canvas, thing.x, thing.y, width, height, tuple(LABEL_OF[name] for name in names)
-            )
-            write_words(canvas, cells, [(LABEL_OF[thing.colour], 0), (LABEL_OF[thing.shape], 0)])
+            label_box(canvas, thing.x, thing.y, width, height, tuple(LABEL_OF[name] for name in names))
+            left = max(0, int((thing.x - width / 2) * canvas.columns))
+            said = (count_name(count), thing.colour, thing.shape, thing.place)
+            canvas.say(int(thing.y * canvas.rows), left, *said)
         return things
 
     def _wanted(self, background: str, rng: random.Random) -> list[tuple[str, str]]:
@@ -246,9 +243,13 @@ class Painter:
         top = rng.randint(0, max(0, height - sprite.mask.height))
         right, bottom = left + sprite.mask.width, top + sprite.mask.height
         canvas.image.paste(tint(colour, rng), (left, top, right, bottom), sprite.mask)
-        for character, (x, y) in zip(text, sprite.centres, strict=True):
-            label = LABEL_OF[character]
-            canvas.write(canvas.label((left + x) / width, (top + y) / height, (label,)), label)
+        cells = [
+            canvas.label((left + x) / width, (top + y) / height, (LABEL_OF[character],))
+            for character, (x, y) in zip(text, sprite.centres, strict=True)
+        ]
+        line = letter_cells([column for _, column in cells], cells[0][0], canvas.columns)
+        for character, cell in zip(text, line, strict=True):
+            canvas.say(0, cell, character)
         return Scene(kind, background, text=text, text_colour=colour)
 
     def _emoji(self, canvas: Canvas, background: str, rng: random.Random) -> Scene:
@@ -263,8 +264,8 @@ class Painter:
         canvas.image.paste(sprite, (left, top), sprite)
         x, y = (left + sprite.width / 2) / width, (top + sprite.height / 2) / height
         label = _FIRST_EMOJI + chosen
-        cells = label_box(canvas, x, y, sprite.width / width, sprite.height / height, (label,))
-        write_words(canvas, cells, [(label, part) for part in range(len(emoji.name.split()))])
+        label_box(canvas, x, y, sprite.width / width, sprite.height / height, (label,))
+        canvas.say(int(y * canvas.rows), max(0, int(left / width * canvas.columns)), emoji.name)
         return Scene("emoji", background, emoji=emoji)
 
     def _nothing(self, canvas: Canvas, background: str, rng: random.Random) -> Scene:
@@ -286,28 +287,30 @@ def place_of(x: float, y: float) -> str:
 
 def label_box(
     canvas: Canvas, x: float, y: float, width: float, height: float, names: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    """Labels the cells of the inner part of a box, its centre at least; returns them, row by row."""
+) -> None:
+    """Labels the cells of the inner part of a box, its centre at least."""
     rows, columns = canvas.rows, canvas.columns
     reach_x, reach_y = width * 0.4, height * 0.4
-    cells = []
     for row in range(max(0, int((y - reach_y) * rows)), min(rows, int((y + reach_y) * rows) + 1)):
         for column in range(
             max(0, int((x - reach_x) * columns)), min(columns, int((x + reach_x) * columns) + 1)
         ):
-            cells.append(canvas.label((column + 0.5) / columns, (row + 0.5) / rows, names))
-    return cells
+            canvas.label((column + 0.5) / columns, (row + 0.5) / rows, names)
 
 
-def write_words(canvas: Canvas, cells: list[tuple[int, int]], words: list[tuple[int, int]]) -> None:
-    """Words go from left to right over each row of a box of cells, again and again; on a box that is narrower
-    than they are, over the cells to its right, or it moves left where the picture ends."""
-    left = min(column for _, column in cells)
-    right = max(max(column for _, column in cells), left + len(words) - 1)
-    left = max(0, min(left, left + canvas.columns - 1 - right))
-    for row in sorted({row for row, _ in cells}):
-        for column in range(left, min(right + 1, canvas.columns)):
-            canvas.write((row, column), *words[(column - left) % len(words)])
+def headline(scene: Scene) -> tuple[str, ...]:
+    """What a picture's first tokens say of all of it: "white background five objects", "red word"."""
+    behind = () if scene.background is None else (scene.background, "background")
+    if scene.kind == "things":
+        count = len(scene.things)
+        return (*behind, count_name(count), "objects" if count > 1 else "object")
+    if scene.kind == "nothing":
+        return behind
+    return (*behind, *((scene.text_colour,) if scene.text else ()), scene.kind)
+
+
+def count_name(count: int) -> str:
+    return COUNTS[count - 1] if count <= len(COUNTS) else "six"
 
 
 def readable(colour: str, background: str) -> bool:

@@ -25,6 +25,7 @@ CONFIG = msgspec.convert({**TRAINED_TOWER, "out_hidden_size": 576}, Qwen25VLVisi
 MEAN, STD = IMAGE_MEAN, IMAGE_STD
 
 EMPTY_WEIGHT = 0.2  # of a cell that shows nothing, beside one that shows something
+NEARNESS = 20.0  # nats for which a word is farther away, in squares, by the words' variance
 FIRST_SPREAD = 0.3  # of untrained tokens, beside words
 
 BlockForward = Callable[[Tensor, Tensor, Tensor, int, Sequence[Tensor]], Tensor]
@@ -135,23 +136,31 @@ class TrainedTower(nn.Module):
         bias = None if layer.bias is None else layer.bias.to(self.dtype)
         return functional.linear(x, layer.weight.to(self.dtype), bias)
 
-    def label_loss(self, looked: Looked, labels: Tensor, words: Tensor, shows: Tensor) -> Tensor:
-        """What the head says of every label of every cell (binary cross-entropy, summed over labels), and how
-        far the token is from the word [P, C, width] that the cell is to be, or from nothing where it `shows`
-        [P, C] none (in mean squares of those words).
+    def label_loss(self, looked: Looked, labels: Tensor, spoken: Tensor, which: Tensor) -> Tensor:
+        """What the head says of every label of every cell (binary cross-entropy, summed over labels); how far
+        the token is from the word of `spoken` [K, width] that the cell is to be, `which` [P, C], or from
+        nothing where that is -1 (in mean squares of those words); and whether that word is the nearest
+        (cross-entropy).
 
         One word a cell, since the language model reads its own words and hardly any mixture of them. A head
         of its own, because words of one kind lie close together (two digits' at a cosine of 0.87, from the
-        mean word): read off the token by its nearness to words, they would be learnt slowly."""
+        mean word): read off the token by its nearness to words alone, they would be learnt slowly."""
         logits = self._linear(looked.inner, self.labels).float()
         wanted = torch.zeros_like(logits).scatter_(2, labels.long(), 1.0)
         wanted[..., 0] = 0.0  # label 0 is padding
         named = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(2).mean()
-        words = words.float() * shows.unsqueeze(2)
+        spoken, shows = spoken.float(), which >= 0
+        words = functional.embedding(which.clamp(min=0), spoken) * shows.unsqueeze(2)
         distance = (looked.tokens.float() - words).square().mean(2)
         scale = words.square().mean() / shows.float().mean().clamp(min=1e-6) + 1e-6
         weight = torch.where(shows, 1.0, EMPTY_WEIGHT)
-        return named + (distance * weight).sum() / (weight.sum() * scale)
+        far = (distance * weight).sum() / (weight.sum() * scale)
+        spread = (spoken - spoken.mean(0)).square().sum(1).mean() + 1e-6
+        nearness = (looked.tokens.float() @ spoken.T - spoken.square().sum(1) / 2) * (NEARNESS / spread)
+        taken = functional.cross_entropy(
+            nearness.flatten(0, 1), which.flatten(), ignore_index=-1, reduction="sum"
+        )
+        return named + far + taken / shows.sum().clamp(min=1)
 
 
 @cache

@@ -12,27 +12,29 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from training.seeing.batches import Batch, DataConfig, HeldOut, Training, load
-from training.seeing.checkpoints import Progress, restore, save
+from training.seeing.checkpoints import SCHEME, Progress, restore, save
 from training.seeing.conversations import Words
 from training.seeing.decoder import Decoder, run_layer
 from training.seeing.kept_text import text_rows
 from training.seeing.model import Seeing, Seen
-from training.seeing.questions import TASKS
+from training.seeing.questions import ASKED, TASKS
 from training.seeing.scenes import LABELS
 from training.seeing.sprites import SYSTEM_FONTS, Sprites
 from training.seeing.tower import CONFIG, TrainedTower, new_tower, run_block
 
 LEAST_RATE = 0.02  # of the peak, at the end
 WARM_UP_STEPS = 200
+FIRST_SHARE, FIRST_RATE, RATE_ON = 0.2, 1e-3, 7e-4  # unless told: see `Run`
 LABEL_WEIGHT = 0.3  # of what cells show, beside the answers; it fades
 KEPT_EVERY, KEPT_ROWS = 4, 16  # steps between, and rows of, plain text
 
@@ -43,10 +45,10 @@ class TrainConfig:
     out: Path
     fonts: Path
     seconds: float
-    tower_share: float  # of the time: the tower alone
+    tower_share: float | None  # of the time: the tower alone; None: see `Run`
     batch: int
     workers: int
-    rate: float
+    rate: float | None
     seed: int
     resume: Path | None
     rank: int  # of the language model's adapters; 0: frozen
@@ -85,7 +87,24 @@ def build(config: TrainConfig) -> tuple[Seeing, Words]:
         config.dtype,
         block_forward,
     )
-    return Seeing(tower, decoder, words.image).to(config.device), words
+    return Seeing(tower, decoder, words.image, words.spoken()).to(config.device), words
+
+
+class Scores(NamedTuple):
+    by_task: dict[str, float]
+    by_kind: dict[str, float]  # as in ASKED
+
+
+def shares(names: Sequence[str], right: Tensor, asked: Tensor) -> dict[str, float]:
+    pairs = zip(names, right.tolist(), asked.tolist(), strict=True)
+    return {name: round(good / count, 4) for name, good, count in pairs if count}
+
+
+def by_task(right: Tensor, asked: Tensor) -> dict[str, float]:
+    """Of counts by ASKED."""
+    index = torch.tensor([TASKS.index(name.partition(".")[0]) for name in ASKED])
+    sums = (torch.zeros(len(TASKS)).index_add(0, index, counted.cpu()) for counted in (right, asked))
+    return shares(TASKS, *sums)
 
 
 class Run:
@@ -97,13 +116,19 @@ class Run:
         self.model, self.words = build(config)
         before = restore(self.model, config.resume) if config.resume is not None else Progress()
         self.steps, self.pictures, self.seconds_before = before.steps, before.pictures, before.seconds
+        # What was taught otherwise, or nothing yet, begins with what tokens are to say.
+        goes_on = config.resume is not None and before.scheme == SCHEME
+        self.tower_share = (
+            config.tower_share if config.tower_share is not None else 0.0 if goes_on else FIRST_SHARE
+        )
+        self.rate = config.rate if config.rate is not None else RATE_ON if goes_on else FIRST_RATE
         self.first_step = before.steps
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter.ndim > 1]
         rest = [parameter for parameter in trained if parameter.ndim < 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.03}, {"params": rest, "weight_decay": 0.0}],
-            lr=config.rate,
+            lr=self.rate,
             betas=(0.9, 0.98),
             fused=config.device.type == "cuda",
         )
@@ -116,7 +141,7 @@ class Run:
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.steps, self.seconds_before + self.elapsed, self.pictures)
+        return Progress(self.steps, self.seconds_before + self.elapsed, self.pictures, SCHEME)
 
     def train(self) -> None:
         config = self.config
@@ -143,11 +168,11 @@ class Run:
     def step(self, batch: Batch, kept: Iterator[Tensor] | None, waited: float) -> None:
         config = self.config
         share = self.share
-        rate = config.rate * (LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
+        rate = self.rate * (LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
         rate *= min(1.0, (self.steps - self.first_step + 1) / WARM_UP_STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if share < config.tower_share:
+        if share < self.tower_share:
             seen = self.model.look(batch)
             loss = seen.label_loss
         else:
@@ -177,17 +202,17 @@ class Run:
         return functional.kl_div(new, old, log_target=True, reduction="none").sum(-1).mean()
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Of held-out pictures, the share of questions answered right to the letter, by task."""
+    def evaluate(self) -> Scores:
+        """Of held-out pictures, the share of questions answered right to the letter."""
         config = self.config
         self.model.tower.block_forward, self.model.decoder.layer_forward = run_block, run_layer
-        right, asked = (torch.zeros(len(TASKS), device=config.device) for _ in range(2))
+        right, asked = (torch.zeros(len(ASKED), device=config.device) for _ in range(2))
         workers = min(config.workers, len(TASKS))
         for batch in load(HeldOut(config.data, config.evaluated), workers, pin=False):
             seen = self.model.answer(to_device(batch, config.device))
             right += seen.right
             asked += seen.asked
-        return {task: round((right[i] / asked[i]).item(), 4) for i, task in enumerate(TASKS) if asked[i]}
+        return Scores(by_task(right, asked), shares(ASKED, right, asked))
 
 
 @torch.no_grad()
@@ -212,7 +237,6 @@ class Report:
         self._since, self._steps = self._run.elapsed, self._run.steps
         self._pictures = self._run.pictures
         self._losses: list[tuple[Tensor, Tensor | None]] = []
-        self._right, self._asked = torch.zeros(len(TASKS)), torch.zeros(len(TASKS))
         self._waited = 0.0
         self._scores: list[tuple[Tensor, Tensor]] = []
 
@@ -236,7 +260,7 @@ class Report:
         asked = sum(score.cpu() for _, score in self._scores)
         assert isinstance(right, Tensor)
         assert isinstance(asked, Tensor)
-        tasks = " ".join(f"{task}={right[i] / asked[i]:.3f}" for i, task in enumerate(TASKS) if asked[i])
+        tasks = " ".join(f"{task}={share:.3f}" for task, share in by_task(right, asked).items())
         print(
             f"{run.elapsed:.0f}s step {run.steps} {(run.pictures - self._pictures) / seconds:.0f} pictures/s"
             f" waited {self._waited / seconds:.0%} label loss {labels:.4f}"
@@ -261,8 +285,10 @@ def main() -> None:
     run.train()
     print(f"trained {run.steps} steps, {run.pictures} pictures, {run.elapsed:.0f} s; evaluating", flush=True)
     scores = run.evaluate()
-    (config.out / "evaluation.json").write_text(json.dumps(scores, indent=1) + "\n")
-    print(json.dumps(scores), f"{run.elapsed:.0f} s", flush=True)
+    (config.out / "evaluation.json").write_text(json.dumps(scores.by_task, indent=1) + "\n")
+    (config.out / "by_kind.json").write_text(json.dumps(scores.by_kind, indent=1) + "\n")
+    print(json.dumps(scores.by_kind))
+    print(json.dumps(scores.by_task), f"{run.elapsed:.0f} s", flush=True)
 
 
 def parse() -> TrainConfig:
@@ -273,10 +299,12 @@ def parse() -> TrainConfig:
     parser.add_argument("out", type=Path)
     parser.add_argument("--fonts", type=Path, default=SYSTEM_FONTS)
     parser.add_argument("--seconds", type=float, default=470, help="of the whole run but for its evaluation")
-    parser.add_argument("--tower-share", type=float, default=0.2)
+    parser.add_argument(
+        "--tower-share", type=float, help="of the time: the tower alone; else 0.2, and 0 to go on"
+    )
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--workers", type=int, default=13)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, help="else 1e-3, and 7e-4 to go on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--rank", type=int, default=0, help="adapts the language model; 0 leaves it as it is")
