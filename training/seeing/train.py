@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,7 +146,8 @@ class Run:
     def train(self) -> None:
         config = self.config
         pinned = config.device.type == "cuda"
-        batches = iter(load(Training(config.data), config.workers, pin=pinned))
+        data = replace(config.data, seed=config.seed + self.first_step)  # none of what came before again
+        batches = iter(load(Training(data), config.workers, pin=pinned))
         kept = text_rows(self.words, config.text, KEPT_ROWS, config.seed) if config.rank else None
         self.training_began = self.elapsed
         saved = self.elapsed
