@@ -23,6 +23,7 @@ from lm_engine.model import AttentionMetadata
 from lm_engine.passes import TOKEN_SIZES
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.launch import recording
+from lm_engine.triton.packed import attend_packed
 from model_families.vision.attention import GroupedAttention, PackedAttention, select_attention
 from model_families.vision.packing import Segments
 
@@ -31,6 +32,12 @@ TABLE_ROWS, MAX_LENGTH = 64, 8192
 SMALL_ROWS = (1, 8, 32)
 NEIGHBOURS = (7, 31)
 FRAMES, PATCHES, TOWER_HEADS, TOWER_DIM, WINDOW = 8, 5476, 16, 80, 64
+
+PACKED_WAYS: dict[str, dict[str, int]] = {
+    "": {},
+    ", 128 keys": {"keys": 128},
+    ", 64 rows": {"rows": 64},
+}
 
 Mixed = dict[str, TritonAttention]
 
@@ -257,13 +264,22 @@ class Variants(Bench):
         for kind, lengths in (("frames", whole), ("windows", cut)):
             segments = Segments(torch.tensor(lengths).numpy(), self.device)
             operations = 4 * sum(length**2 for length in lengths) * width
-            ways = {flash.name: run(flash, segments)}
+            ways: dict[str, Callable[[], object]] = {flash.name: run(flash, segments)}
+            for how, options in PACKED_WAYS.items() if not self.is_tiny else ():
+                ways[f"packed{how}"] = _packed(q_NHD, k_NHD, v_NHD, segments, options)
             if kind == "frames":
                 ways["cudnn"] = cudnn
             elif not self.is_tiny:
                 ways["grouped"] = run(GroupedAttention(), segments)
             for way, one in ways.items():
                 yield Case(f"tower, {kind}, {way}", [one, one], moved, operations)
+
+
+def _packed(
+    q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, segments: Segments, options: dict[str, int]
+) -> Callable[[], object]:
+    starts, longest = segments.starts, segments.max_length
+    return lambda: attend_packed(q_NHD, k_NHD, v_NHD, starts, longest, **options)
 
 
 class _Normal:

@@ -36,6 +36,7 @@ from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.triton.ahead import decoder_launches
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.kernels import TritonKernels
+from lm_engine.triton.packed import attend_packed
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from model_families.checkpoint import read_config
 from model_families.qwen2_5_vl.decoder import decoder_config as qwen2_5_vl_config
@@ -226,6 +227,16 @@ def test_mixed_steps_of_all_sizes_share_a_kernel(compiled):
     names = [kernel.name for kernel in compiled.values()]
     assert len(names) == len(set(names))
     check(compiled, "attend_parts", "merge_parts", "plan_parts", "mixed_attention", "rope_heads")
+
+
+def test_packed_attention(compiled):
+    """Of whole pictures and of windows, with heads of 80."""
+    q_NHD = torch.empty(43808, 3, 16, 80, device=META, dtype=DTYPE)[:, 0]
+    starts = torch.empty(9, dtype=torch.int32, device=META)
+    for max_length in (5476, 64):
+        attend_packed(q_NHD, q_NHD, q_NHD, starts, max_length)
+    check(compiled, "packed_attention")
+    assert len(compiled) == 2
 
 
 def test_draws_of_codes(compiled):

@@ -4,6 +4,7 @@ Triton's interpreter. Collected through test_triton.py."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,7 @@ from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
+from lm_engine.triton.packed import attend_packed
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 from tests.lm_engine.stepping import Host, greedy
@@ -288,6 +290,22 @@ def test_a_padded_step_leaves_zeros_where_there_is_no_sequence(programs):
         out_TND = attention.attend(q_TND, k_TGD, v_TGD, case.kv, 1, padded)
         assert_near(out_TND[:num_used], case.dense(), torch.float32)
         assert not out_TND[num_used:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [80, 72, 32])
+def test_packed_attention_equals_dense(dtype, head_dim):
+    """Segments shorter and longer than a tile, out of a fused projection."""
+    lengths = (5, 16, 1, 37) if DEVICE.type == "cpu" else (5, 64, 1, 300, 128)
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    q, k, v = normal(sum(lengths), 3, 2, head_dim, dtype=dtype).unbind(1)
+    found = attend_packed(q, k, v, starts, max(lengths))
+    expected = torch.empty_like(found, dtype=torch.float64)
+    for first, end in itertools.pairwise(starts.tolist()):
+        part = slice(first, end)
+        scores = torch.einsum("nhd,mhd->hnm", q[part].double(), k[part].double()) / head_dim**0.5
+        expected[part] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v[part].double())
+    assert_near(found, expected, dtype)
 
 
 HAS_FP8 = DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
