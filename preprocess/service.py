@@ -23,6 +23,7 @@ from preprocess.index import LRU, MediaIndex
 from preprocess.jobs import MediaJob, PoolConfig, ProcessedMedia, ProcessedSource
 from preprocess.pool import PreprocessPool
 from preprocess.recipes import Recipe, make_recipe
+from preprocess.single_flight import SingleFlight
 
 INLINE_TEXT_CHARS = 1 << 20
 """Data URLs up to this size are hashed on the event loop: 0.1 ms, less than a thread takes to answer."""
@@ -97,6 +98,7 @@ class Preprocessor:
         self._fetcher = Fetcher(
             config.pool.limits, max_concurrent=config.max_concurrent_fetches, resolver=resolver
         )
+        self._reads: SingleFlight[ContentDigest, tuple[Buffer, ContentDigest]] = SingleFlight()
         self._flights: dict[ContentDigest, _Flight] = {}
 
     async def start(self) -> None:
@@ -123,10 +125,10 @@ class Preprocessor:
                 return tuple(
                     ResolvedMedia(item, source, recipe, None, i, None) for i, item in enumerate(known)
                 )
-            data = await self._fetcher.fetch(source)
+            data, digest = await self._read(source, text, recipe.key())
             self.counters.sources_total += 1
             self.counters.source_bytes_total += len(data)
-            job = MediaJob(data, await self._digest(data, recipe.key()), recipe)
+            job = MediaJob(data, digest, recipe)
             if (known := self.index.get(job.bytes_digest)) is not None:
                 self.counters.index_hits_total += 1
                 self._remember(text, job)
@@ -174,6 +176,19 @@ class Preprocessor:
         if any(flight.waiters == 0 for flight in self._flights.values()):
             return "a preprocessing job that nobody waits for"
         return self.pool.check_integrity()
+
+    async def _read(
+        self, source: MediaSource, text: ContentDigest | None, options: str
+    ) -> tuple[Buffer, ContentDigest]:
+        """A large data URL that comes several times at once is decoded once: users who begin with one picture
+        would each wait for all."""
+        if text is None or len(source.url) <= INLINE_BYTES:
+            return await self._fetch(source, options)
+        return await self._reads.join(text, lambda: self._fetch(source, options))
+
+    async def _fetch(self, source: MediaSource, options: str) -> tuple[Buffer, ContentDigest]:
+        data = await self._fetcher.fetch(source)
+        return data, await self._digest(data, options)
 
     async def _digest_of_text(self, url: str, options: str) -> ContentDigest | None:
         """Of a data URL, which holds its content; None for any other."""

@@ -40,6 +40,7 @@ async def running(num_workers: int = 1, **pool: object) -> AsyncIterator[Preproc
         yield service
         assert service.check_integrity() is None
         assert not service._flights
+        assert not len(service._reads)
     finally:
         await service.close()
 
@@ -251,6 +252,55 @@ def test_equal_items_in_flight_share_one_job() -> None:
                 assert service.pool.arena.allocated_bytes > 0
                 r.release()
             assert service.pool.arena.allocated_bytes == 0
+
+    run(scenario)
+
+
+def test_a_large_picture_that_comes_several_times_at_once_is_decoded_from_base64_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = encode(noise(480, 320))
+    texts: list[str] = []
+    started, release = threading.Event(), threading.Event()
+
+    def watched(url: str, max_bytes: int) -> bytearray:
+        texts.append(url)
+        started.set()
+        assert release.wait(60)
+        return decode_data_url(url, max_bytes)
+
+    monkeypatch.setattr(fetch, "decode_data_url", watched)
+
+    async def scenario() -> None:
+        async with running() as service:
+            tasks = [asyncio.create_task(one(service, source(large))) for _ in range(5)]
+            assert await asyncio.to_thread(started.wait, 60)
+            for task in tasks[:2]:  # the first of them is who has asked
+                task.cancel()
+            await asyncio.gather(*tasks[:2], return_exceptions=True)
+            release.set()
+            resolved = await asyncio.gather(*tasks[2:])
+            assert len({media.item.pixel_digest for media in resolved}) == 1
+            assert len(texts) == 1
+            for media in resolved:
+                media.release()
+            other = asyncio.create_task(one(service, source(encode(noise(480, 321)))))
+            await until(lambda: len(texts) == 2)
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+
+    assert len(data_url(large)) > fetch.INLINE_BYTES
+    run(scenario)
+
+
+def test_a_large_text_that_is_no_base64_is_refused_for_each_caller() -> None:
+    url = "data:image/png;base64," + "A" * (1 << 18) + "!"
+
+    async def scenario() -> None:
+        async with running() as service:
+            sources = [MediaSource("image", url, MediaOptions(), f"messages[{index}]") for index in range(3)]
+            outcomes = await asyncio.gather(*(one(service, s) for s in sources), return_exceptions=True)
+            assert [getattr(outcome, "param", None) for outcome in outcomes] == [s.param for s in sources]
 
     run(scenario)
 
