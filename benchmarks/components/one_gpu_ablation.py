@@ -29,6 +29,9 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
     "steps of 2,048 beside decodes": ("thinker.mixed_step_tokens=2048",),
     "pictures encoded one by one": ("vision.max_batch_items=1",),
+    "an encoder that does not give way": ("vision.max_tokens_ahead=1000000",),
+    "an encoder two pictures ahead": ("vision.max_tokens_ahead=2048",),
+    "steps as large beside the encoder": ("thinker.encoder_step_tokens=1024",),
 }
 AT_ONCE = 3  # servers, each idle while another is measured
 MEMORY = ("vision.memory=8GiB", "vision.embedding_cache=1GiB", "thinker.memory=30GiB")
