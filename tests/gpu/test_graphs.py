@@ -83,6 +83,24 @@ def test_a_graph_draws_the_same_from_a_quantised_cache(decoder):
     assert found == expected
 
 
+def test_a_turn_in_a_long_conversation(decoder, monkeypatch):
+    """Keys in parts, planned on the device, in a graph that other steps share; and not in parts."""
+    found = []
+    for graphs, parts in ((False, None), (False, decoder.attention._parts), (True, decoder.attention._parts)):
+        monkeypatch.setattr(decoder.attention, "_parts", parts)
+        with Host(decoder, block_size=16, max_length=2048, cuda_graphs=graphs) as host:
+            for slot, length in enumerate((1400, 600, 40)):
+                tokens = np.random.default_rng(slot).integers(0, 97, length).tolist()
+                host.admit(slot, tokens, sampling=greedy(logprobs=1), delta=slot)
+            steps = [((0, 900), (1, 600)), ((0, 250), (1, 1), (2, 40)), ((0, 250), (1, 1), (2, 1))]
+            steps += [((1, 1), (0, 1), (2, 1))]
+            results = [host.step(*step) for step in steps]
+        found.append([(s.slot, s.token_id, s.logprobs.chosen) for r in results for s in r.sampled])
+    for other in found[1:]:
+        assert [one[:2] for one in other] == [one[:2] for one in found[0]]
+        np.testing.assert_allclose([x[2] for x in other], [x[2] for x in found[0]], atol=1e-4)
+
+
 def test_all_graphs_are_captured_ahead(decoder):
     with Host(decoder, block_size=16, max_length=160) as host:
         assert host.runner.capture_graphs() == 4 + len(TOKEN_SIZES)  # 1, 2, 4, 8 decodes
