@@ -189,8 +189,11 @@ class EncoderStage:
         return not self.pool.busy
 
     def stats(self) -> dict[str, float]:
-        held_s = sum(turn.held_s for turn in self._turns.values())
-        return self.pool.stats() | {"encoder_held_seconds_total": held_s}
+        turns = self._turns.values()
+        return self.pool.stats() | {
+            "encoder_held_seconds_total": sum(turn.held_s for turn in turns),
+            "encoder_holds_cut_total": sum(turn.num_cut for turn in turns),
+        }
 
     def close(self) -> None:
         pass

@@ -33,6 +33,8 @@ class GpuTurns:
         self._held_since_s: float | None = None
         self._wakers: list[Callable[[], None]] = []
         self.held_s = 0.0  # in all
+        self.num_cut = 0  # holds that had to be ended by MAX_HOLD_S
+        self._is_cut = False
 
     # --- the encoder's side -------------------------------------------------------------------------------
     def wake_with(self, waker: Callable[[], None]) -> None:
@@ -48,6 +50,7 @@ class GpuTurns:
                     self._held_since_s = now_s
                 if now_s - self._held_since_s < MAX_HOLD_S:
                     return True
+                self._is_cut = True
                 self._on_the_way.clear()  # lost, or it would have arrived
             return False
 
@@ -65,6 +68,7 @@ class GpuTurns:
 
     def begin(self) -> None:
         with self._lock:
+            self.num_cut += self._is_cut
             self._end_hold()
             self._num_encoding += 1
 
@@ -120,4 +124,5 @@ class GpuTurns:
     def _end_hold(self) -> None:
         if self._held_since_s is not None:
             self.held_s += self._clock() - self._held_since_s
+            self._is_cut = False
             self._held_since_s = None

@@ -83,10 +83,14 @@ def test_a_hold_ends_in_any_case() -> None:
     assert turns.hold_left_s() == 0.0
     assert not turns.holds()
     turns.begin()
+    assert turns.num_cut == 1
     assert turns.hold_left_s() is None
     assert not turns.holds(), "what was lost is not waited for again"
     turns.received("b", 0, 9)
     assert turns.holds(), "the next hold has its own time"
+    turns.publish(0)
+    turns.begin()
+    assert turns.num_cut == 1
 
 
 class ToyEncoder:
