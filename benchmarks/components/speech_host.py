@@ -37,7 +37,7 @@ from contracts.params import SamplingParams
 from lm_engine.config import EngineConfig
 from lm_engine.model import DecoderConfig, RopeConfig
 from lm_engine.talker.engine import TalkerEngine
-from lm_engine.talker.model import TalkerConfig, TalkerModel, TalkerPrompt, as_written
+from lm_engine.talker.model import Speller, TalkerConfig, TalkerModel, TalkerPrompt, as_written
 from lm_engine.talker.plan import FramesDrawn, TalkerPlan
 from lm_engine.talker.runner import _collect, _Launched
 from stages.deployment import EdgeConfig
@@ -98,7 +98,7 @@ class Talker:
             position_delta=0,
         )
 
-    def speller(self) -> Callable[[list[int]], list[int]]:
+    def speller(self) -> Speller:
         return as_written
 
     def prompt_rows(self, *_: object) -> Tensor:

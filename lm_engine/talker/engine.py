@@ -87,7 +87,7 @@ class TalkerEngine:
         bound, spell = self._bound(message, prompt), self._model.speller()
         answer = SpokenAnswer(message, prompt, bound, message.granted_frames, spell)
         if prompt.leading_text:
-            take_text(answer, list(prompt.leading_text), None, self._model.config)
+            take_text(answer, list(prompt.leading_text), None, self._model.config, last=False)
         self._scheduler.add(answer)
         self._stalled = False
 
@@ -124,7 +124,8 @@ class TalkerEngine:
         if answer is None:
             return
         try:
-            take_text(answer, tensors["token_ids"].tolist(), tensors.get("hidden"), self._model.config)
+            token_ids, hidden = tensors["token_ids"].tolist(), tensors.get("hidden")
+            take_text(answer, token_ids, hidden, self._model.config, last=last)
             answer.text_ended = last
             self._row_maker.advance(answer)
         except EngineError as error:

@@ -60,12 +60,13 @@ class TalkerPrompt:
         return len(self.codes)
 
 
-Speller = Callable[[list[int]], list[int]]
-"""The thinker's next tokens → the rows of text that they are to the talker. Each answer has one of its own,
-which is asked token after token and may remember."""
+Speller = Callable[[list[int], bool], list[int]]
+"""(The thinker's next tokens, whether they are the last) → the rows of text that they are to the talker. Each
+answer has one of its own, which is asked token after token and may hold back what it does not know the end
+of, until the last. However the tokens are parted, the rows are the same."""
 
 
-def as_written(token_ids: list[int]) -> list[int]:
+def as_written(token_ids: list[int], last: bool) -> list[int]:
     """A row a token."""
     return token_ids
 

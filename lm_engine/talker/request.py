@@ -127,7 +127,7 @@ def take_hidden(answer: SpokenAnswer, positions_N: Tensor, hidden_NX: Tensor, co
 
 
 def take_text(
-    answer: SpokenAnswer, token_ids: list[int], hidden_KX: Tensor | None, config: TalkerConfig
+    answer: SpokenAnswer, token_ids: list[int], hidden_KX: Tensor | None, config: TalkerConfig, *, last: bool
 ) -> None:
     """Raises EngineError for tokens or rows that no thinker sends."""
     if answer.text_ended:
@@ -139,7 +139,7 @@ def take_text(
         if hidden_KX is None or tuple(hidden_KX.shape) != want:
             found = None if hidden_KX is None else tuple(hidden_KX.shape)
             raise EngineError(f"the hidden states of the text have shape {found}, want {want}")
-    if spelled := answer.spell(token_ids):
+    if spelled := answer.spell(token_ids, last):
         assert not config.text_hidden or len(spelled) == len(token_ids), "a row is a token here"
         answer.text.append((spelled, hidden_KX if config.text_hidden else None))
 

@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from model_families.default_model.shipped import read_shipped
 from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS
 from model_families.omnistage_nano.letters import NUM_LETTERS
+from model_families.omnistage_nano.pieces import SPOKEN_PIECES
+from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS
 from model_families.omnistage_nano.shipped_speech import read_sections, speaking_tensors
 
 NEW_TOKENS = (  # from the first id after the pictures' four
@@ -78,6 +80,9 @@ def make_omni(
             shutil.copy(known, out)
     config |= {"enable_audio_output": False} | _marks(tokenizer, ids)
     if speaking is not None:
+        for name in (SPOKEN_WORDS, SPOKEN_PIECES):
+            if (known := speaking.with_name(name)).exists():
+                shutil.copy(known, out)
         tensors |= speaking_tensors(read_shipped(speaking))
         config |= read_sections(speaking.with_suffix(".json"))
     save_file(

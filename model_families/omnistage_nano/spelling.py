@@ -69,7 +69,7 @@ class Speller:
         self._spelling, self._pad = spelling, pad
         self._rows, self._due = 0, -float(MOST_AHEAD)
 
-    def __call__(self, tokens: Sequence[int]) -> list[int]:
+    def __call__(self, tokens: Sequence[int], last: bool) -> list[int]:
         spelled: list[int] = []
         for token in tokens:
             pieces = self._spelling.cut(token)

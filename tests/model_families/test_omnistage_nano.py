@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,11 @@ from transformers import AutoTokenizer
 from contracts.digests import ContentDigest
 from contracts.media import MediaItem
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
-from model_families.default_model.shipped import has_mark, read_shipped, write_shipped
+from model_families.default_model.shipped import SPEAKING, has_mark, read_shipped, write_shipped
 from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS, read_lexicon
 from model_families.omnistage_nano.letters import NUM_LETTERS
+from model_families.omnistage_nano.pieces import SPOKEN_PIECES
+from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS
 from model_families.registry import open_family
 from training.speaking.convert import code2wav_tensors, sections, talker_tensors
 from training.speaking.decoder import new_decoder
@@ -84,6 +87,8 @@ def parts(tiny, tmp_path_factory):
     write_shipped(hearing, heard)
     (folder / HEARD_WORDS).write_text("the\nit\n")
     (folder / HEARD_PAIRS).write_text("it the 9\n")
+    for name in (SPOKEN_WORDS, SPOKEN_PIECES):
+        shutil.copy(SPEAKING.with_name(name), folder)
     make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking, hearing=hearing)
     make_omni(seen, folder / "neither", whisper=whisper)
     return seen, folder / "omni", folder / "neither"

@@ -19,7 +19,7 @@ PROGRAMS = (
     "training.hearing.train",
     "training.hearing.synthesis",
 )
-SHARES = 64  # of the sentences: so many workers there can be, each with its own
+SHARES = 256  # of the sentences: so many workers there can be, each with its own
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,10 @@ class Layout:
         return found
 
 
-def speaker(layout: Layout, share: int, seconds: float) -> list[str]:
-    """The command of one worker of the corpus of speech."""
+def speaker(layout: Layout, share: int, seconds: float, *, codes_only: bool = False) -> list[str]:
+    """The command of one worker of the corpus of speech. `codes_only`: it writes no sound, of which an hour
+    takes 170 MB."""
     command = [sys.executable, "-m", "training.speaking.synthesis", str(layout.spoken)]
     command += ["--worker", str(share), "--workers", str(SHARES), "--seconds", f"{seconds:.0f}"]
+    command += ["--codes-only"] * codes_only
     return [*command, "--tokenizer", str(layout.assets / "tokenizer.json")]

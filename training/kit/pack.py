@@ -30,8 +30,10 @@ def pack(
     states: dict[str, Path],
     whisper: Path | None,
     hearing_alone: bool,
+    sees: bool = True,
 ) -> list[Path]:
-    """`states`: folders of earlier runs to go on from, by "seeing", "speaking" or "hearing"."""
+    """`states`: folders of earlier runs to go on from, by "seeing", "speaking" or "hearing". `sees`: with
+    what seeing is trained from, most of the bytes."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         kit = Layout(Path(scratch))
@@ -46,6 +48,9 @@ def pack(
             carry_libraries(kit.libraries)
         if not hearing_alone:
             carry_language_model(kit, downloads)
+        if not sees:
+            kit.weights.unlink()
+        elif not hearing_alone:
             carry_fonts(kit.fonts)
         paths = [str(path.relative_to(kit.root)) for path in kit.root.rglob("*") if path.is_file()]
         # What starts the speakers comes first, the language model last.
@@ -154,6 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=Path, help="a run's folder, to go on from")
     parser.add_argument("--whisper", type=Path, help="to train hearing as well: what `make whisper` made")
     parser.add_argument("--hearing-alone", action="store_true", help="nothing that only the others need")
+    parser.add_argument("--blind", action="store_true", help="without what seeing is trained from")
     parser.add_argument("--seconds", type=int, default=585, help="of the last call")
 
 
@@ -170,6 +176,7 @@ def main(given: argparse.Namespace) -> None:
         states={name: path for name, path in states.items() if path is not None},
         whisper=given.whisper,
         hearing_alone=given.hearing_alone,
+        sees=not given.blind,
     )
     for folder in folders:
         size = sum(path.stat().st_size for path in folder.iterdir())

@@ -27,10 +27,12 @@ SAMPLE = "sample"  # speaks with what decoder and talker came to
 AFTERWARDS_S = {"seeing": 40.0, "decoder": 32.0, "talker": 32.0, "hearing": 30.0, SAMPLE: 0.0}
 TRIAL_TIMES = 4  # so much longer they are on a CPU
 LEAST_S = 90.0
+FREE_CORES = 12
+SPOKEN_SHARE = 0.75  # of the time, beside training
 ENDING_S = 5.0  # to copy the last of it
 LOOKS_EVERY_S, SAVED_EVERY_S, TOLD_EVERY_S = 0.5, 30.0, 30.0
 WORTH_ANOTHER_TRY_S = 60.0
-FIRST_SHARE = 48  # of the sentences, of speakers beside training
+FIRST_SHARE = 128  # of the sentences, of speakers beside training
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Division:
 
 def divide(stages: Sequence[str], num_gpus: int, num_cores: int) -> Division:
     """Seeing has a GPU of its own as soon as there are two. One core a stage, some for speech, the rest for
-    pictures."""
+    pictures; some are left to others where there are none to draw."""
     devices = {}
     others = [stage for stage in stages if stage != "seeing"]
     for stage in stages:
@@ -55,6 +57,8 @@ def divide(stages: Sequence[str], num_gpus: int, num_cores: int) -> Division:
             devices[stage] = str(1 + others.index(stage) % (num_gpus - 1))
     speaks = bool({"decoder", "talker"} & set(stages))
     speakers = max(num_cores // 8, 1) if speaks else 0
+    if speaks and not {"seeing", "hearing"} & set(stages):
+        speakers = max(speakers, num_cores - len(stages) - FREE_CORES)
     listeners = max(num_cores // 3 if len(stages) > 1 else num_cores - 3, 1) if "hearing" in stages else 0
     left = num_cores - len(stages) - speakers - listeners
     return Division(devices, min(max(left, 1), 26) if "seeing" in stages else 0, speakers, listeners)
@@ -111,7 +115,7 @@ class Training:
 
     # --- one stage ------------------------------------------------------------------------------------------
     def _start(self, stage: Stage) -> None:
-        devices = self._division.devices["decoder" if stage.name == SAMPLE else stage.name]
+        devices = self._division.devices["talker" if stage.name == SAMPLE else stage.name]
         stage.tries += 1
         with stage.log.open("a") as log:
             stage.process = subprocess.Popen(
@@ -154,8 +158,10 @@ class Training:
         return command + (trial if self._trial else [])
 
     def _start_speakers(self) -> None:
+        """The decoder is content with what was spoken before it began."""
+        seconds = SPOKEN_SHARE * (self._end_s - time.time())
         for index in range(self._division.speakers):
-            command = speaker(self._kit, FIRST_SHARE + index, 0.5 * (self._end_s - time.time()))
+            command = speaker(self._kit, FIRST_SHARE + index, seconds, codes_only=True)
             with (self._kit.logs / f"speaker-{FIRST_SHARE + index}.log").open("w") as log:
                 environment = self._kit.environment("")
                 self._helpers.append(
@@ -190,10 +196,13 @@ class Training:
             stage.failed = True
 
     def _sample_in_time(self) -> None:
-        """Once neither decoder nor talker is trained any longer, they speak held-out sentences."""
+        """Once neither decoder nor talker is trained any longer, they speak held-out sentences. The decoder
+        may be an earlier run's."""
         names = {stage.name for stage in self.stages}
         spoken = {"decoder", "talker"}
-        if spoken <= names and SAMPLE not in names and not spoken & {stage.name for stage in self._running}:
+        decoded = "decoder" in names or any(self._kit.speaking.glob("decoder-*.safetensors"))
+        able = "talker" in names and decoded
+        if able and SAMPLE not in names and not spoken & {stage.name for stage in self._running}:
             self.stages.append(Stage(SAMPLE, self._kit.logs / f"{SAMPLE}.log"))
             self._start(self.stages[-1])
 
@@ -212,8 +221,10 @@ def train(kit: Layout, *, stages: Sequence[str], seconds: float, out: Path, tria
     if seconds < LEAST_S:
         raise SystemExit(f"{seconds:.0f} s are too few to train anything")
     needed = [kit.site]
-    if set(stages) - {"hearing"}:
-        needed += [kit.base / "model.safetensors", kit.fonts, kit.assets / "table.safetensors"]
+    if {"decoder", "talker"} & set(stages):
+        needed.append(kit.assets / "table.safetensors")
+    if "seeing" in stages:
+        needed += [kit.base / "model.safetensors", kit.fonts]
     if "hearing" in stages:
         needed += [kit.assets / "encoder.safetensors", kit.libraries]
     if lacking := [str(path) for path in needed if not path.exists()]:

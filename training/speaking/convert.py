@@ -116,6 +116,7 @@ def sections(sizes: Sizes) -> dict[str, Any]:
     }
     return {
         "enable_audio_output": True,
+        "spelling": "phonemes",
         "talker_config": {
             "text_config": text,
             "code_predictor_config": predictor,

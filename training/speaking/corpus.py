@@ -19,11 +19,20 @@ Pcm = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True)
+class Words:
+    """The sounds of each sentence, and the letters of each of their words ("" where they are not known)."""
+
+    sentences: list[str]
+    letters: list[str]
+
+
+@dataclass(frozen=True)
 class Utterance:
     text: str
     file: int
     start: int
     num_samples: int  # whole frames of codes
+    words: Words | None = None
 
     @property
     def num_frames(self) -> int:
@@ -33,22 +42,24 @@ class Utterance:
 class CorpusFile(contextlib.AbstractContextManager["CorpusFile"]):
     """What one worker writes. An utterance is in the index once all of it is in the files."""
 
-    def __init__(self, folder: Path, worker: int, *, with_codes: bool) -> None:
+    def __init__(self, folder: Path, worker: int, *, with_codes: bool, with_sound: bool = True) -> None:
         self._stack = contextlib.ExitStack()
         open_ = self._stack.enter_context
-        self._sound = open_((folder / f"{worker}.pcm").open("wb"))
+        self._sound = open_((folder / f"{worker}.pcm").open("wb")) if with_sound else None
         self._codes = open_((folder / f"{worker}.codes").open("wb")) if with_codes else None
         self._index = open_((folder / f"{worker}.jsonl").open("w"))
         self._start = 0
 
-    def add(self, text: str, pcm: Pcm, codes: Codes | None = None) -> None:
+    def add(self, text: str, pcm: Pcm, codes: Codes | None = None, words: Words | None = None) -> None:
         assert (codes is None) == (self._codes is None)
-        self._sound.write(pcm.tobytes())
-        self._sound.flush()
+        if self._sound is not None:
+            self._sound.write(pcm.tobytes())
+            self._sound.flush()
         if codes is not None and self._codes is not None:
             self._codes.write(codes.tobytes())
             self._codes.flush()
-        self._index.write(json.dumps([text, self._start, len(pcm)]) + "\n")
+        said = [] if words is None else [words.sentences, words.letters]
+        self._index.write(json.dumps([text, self._start, len(pcm), *said]) + "\n")
         self._index.flush()
         self._start += len(pcm)
 
@@ -57,17 +68,20 @@ class CorpusFile(contextlib.AbstractContextManager["CorpusFile"]):
 
 
 class Corpus:
-    """What the workers have written so far."""
+    """What the workers have written so far; `with_sound`: those of them that write sound."""
 
-    def __init__(self, folder: Path, sample_rate: int = SAMPLE_RATE) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, sample_rate: int = SAMPLE_RATE, *, with_sound: bool = False) -> None:
+        self._folder, self._with_sound = folder, with_sound
         self._sample_rate = sample_rate
         self._at: dict[Path, int] = {}
         self.utterances: list[Utterance] = []
 
     def refresh(self) -> list[Utterance]:
         """The new ones, which are in `utterances` too."""
-        fresh = [found for path in sorted(self._folder.glob("*.jsonl")) for found in self._new_lines(path)]
+        files = sorted(self._folder.glob("*.jsonl"))
+        if self._with_sound:
+            files = [path for path in files if path.with_suffix(".pcm").exists()]
+        fresh = [found for path in files for found in self._new_lines(path)]
         self.utterances += fresh
         return fresh
 
@@ -78,8 +92,8 @@ class Corpus:
         whole = data[: data.rfind(b"\n") + 1]
         self._at[path] = self._at.get(path, 0) + len(whole)
         for line in whole.splitlines():
-            text, start, num_samples = json.loads(line)
-            yield Utterance(text, int(path.stem), start, num_samples)
+            text, start, num_samples, *said = json.loads(line)
+            yield Utterance(text, int(path.stem), start, num_samples, Words(*said) if said else None)
 
     def sound(self, utterance: Utterance) -> Pcm:
         path = self._folder / f"{utterance.file}.pcm"

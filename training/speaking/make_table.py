@@ -14,15 +14,9 @@ import numpy as np
 import torch
 from gguf import GGUFReader
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 
-from training.speaking.prompts import COPIED, Prompts
+from training.speaking.prompts import COPIED, open_prompts
 from training.speaking.table import GROUP
-
-
-def needed_tokens(tokenizer: Tokenizer) -> list[int]:
-    prompts = Prompts(tokenizer)
-    return sorted({*prompts.spelling.ids, *prompts.header, *COPIED.values()})
 
 
 def write_table(gguf: Path, tokenizer: Path, out: Path) -> None:
@@ -30,7 +24,7 @@ def write_table(gguf: Path, tokenizer: Path, out: Path) -> None:
     blocks = np.asarray(published.data).reshape(
         len(published.data), -1, 2 + GROUP
     )  # Q8_0: a float16, 32 bytes
-    ids = needed_tokens(Tokenizer.from_file(str(tokenizer)))
+    ids = sorted({*open_prompts(tokenizer).layout.tokens, *COPIED.values()} - COPIED.keys())
     kept = np.ascontiguousarray(blocks[ids])
     scales = np.ascontiguousarray(kept[..., :2]).view(np.float16)[..., 0]
     rows = np.ascontiguousarray(kept[..., 2:]).view(np.int8).reshape(len(ids), -1)

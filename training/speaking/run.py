@@ -72,7 +72,7 @@ class Plan:
 
 
 def run_decoder(plan: Plan, end_s: float) -> None:
-    corpus = _open_corpus(plan)
+    corpus = _open_corpus(plan, with_sound=True)
     clock = Clock("decoder", end_s - time.time(), plan.log)
     train_decoder(
         plan.work,
@@ -88,10 +88,10 @@ def run_decoder(plan: Plan, end_s: float) -> None:
 
 
 def run_talker(plan: Plan, end_s: float) -> None:
-    prompts, table = open_prompts(plan.tokenizer), load_table(plan.table, plan.device)
-    corpus = _open_corpus(plan)
+    layout, table = open_prompts(plan.tokenizer).layout, load_table(plan.table, plan.device)
+    corpus = _open_corpus(plan, with_sound=False)
     clock = Clock("talker", end_s - time.time(), plan.log)
-    train_talker(plan.work, corpus, plan.sizes, table, prompts, clock, plan.rows, recorded=plan.recorded)
+    train_talker(plan.work, corpus, plan.sizes, table, layout, clock, plan.rows, recorded=plan.recorded)
 
 
 def run_sample(plan: Plan) -> None:
@@ -139,8 +139,8 @@ def run_all(plan: Plan) -> None:
     run_sample(plan)
 
 
-def _open_corpus(plan: Plan) -> Corpus:
-    corpus = Corpus(plan.corpus)
+def _open_corpus(plan: Plan, *, with_sound: bool) -> Corpus:
+    corpus = Corpus(plan.corpus, with_sound=with_sound)
     corpus.refresh()
     corpus.wait(plan.hours, READY_LIMIT_S)
     return corpus

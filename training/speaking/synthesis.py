@@ -2,8 +2,8 @@
 
 `python -m training.speaking.synthesis DIR --worker 0 --workers 13 --tokenizer tokenizer.json` writes until
 it is
-stopped or `--seconds` are over. A file pair per worker: `N.pcm` (int16) and `N.jsonl` (text, first sample,
-count).
+stopped or `--seconds` are over. Files of a worker: `N.pcm` (int16), `N.codes`, and `N.jsonl` (text, first
+sample, count, what is said, the letters of its words).
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import argparse
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime
 from hibari import Hibari, dsp
 from hibari.tts import ASSETS
 from tokenizers import Tokenizer
 
-from training.speaking.corpus import CorpusFile, Pcm
+from training.speaking.corpus import CorpusFile, Pcm, Words
 from training.speaking.phonetics import FRAME, Codes, frame_codes, leading_frames
-from training.speaking.pointing import letters_of
+from training.speaking.pointing import written_words
 from training.speaking.sentences import Sentences
 from training.speaking.sizes import SAMPLE_RATE
 from training.speaking.words import load_words
@@ -45,33 +47,50 @@ class Voice:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+        self._durations = durations[0]
         self._count = lru_cache(100_000)(lambda word: len(self._hibari.g2p(word).split()))
 
+    def sentences(self, text: str) -> list[str]:
+        """The sounds of each of a text's sentences; the network knows all of them."""
+        known = self._hibari.vocab
+        return ["".join(sound for sound in one if sound in known) for one in self._hibari.phonemize(text)]
+
+    def written(self, text: str, sentences: list[str]) -> list[str]:
+        """Letters of the words of the sentences that the text has, `written_words`."""
+        return written_words(text, sentences, self._count)
+
+    def timing(self, text: str) -> list[tuple[str, list[int]]]:
+        """The sentences, and how many 25 ms each symbol takes, the pads before and behind included."""
+        found = []
+        for sounds in self.sentences(text):
+            (units,) = self._session.run([self._durations], self._inputs(self._hibari.ids(sounds)))
+            found.append((sounds, [int(unit) for unit in units.reshape(-1)]))
+        return found
+
+    def _inputs(self, ids: list[int]) -> dict[str, npt.NDArray[Any]]:
+        return {"ids": np.array([ids]), "speed": np.ones(1, np.float32)}
+
     def __call__(self, text: str, seed: int) -> tuple[Pcm, Codes] | None:
-        """Whole frames of sound, and their codes. The same for ever. None for the few texts of which it is
-        not known which word says what."""
+        """Whole frames of sound, and their codes, the last of them the number of the symbol. The same for
+        ever. None for a text of which nothing is said."""
         random = np.random.default_rng(seed)
         sounds, symbols, units, pitches = [], [], [], []
-        sentences = self._hibari.phonemize(text)
-        letters = letters_of(text, sentences, self._hibari.vocab, self._count)
-        if letters is None:
-            return None
-        for phonemes in sentences:
+        for phonemes in self.sentences(text):
             ids = self._hibari.ids(phonemes)
-            speed = np.ones(1, np.float32)
-            *spectra, durations = self._session.run(None, {"ids": np.array([ids]), "speed": speed})
+            *spectra, durations = self._session.run(None, self._inputs(ids))
             parts = [spectrum[0] for spectrum in spectra]
             sounds.append(np.asarray(dsp.synth(*parts, random), np.float32) * GAIN)
             symbols.append(np.array(ids))
             units.append(durations.reshape(-1).astype(np.int64))
             pitches.append(parts[-1])
+        if not sounds:
+            return None
         sound = np.concatenate(sounds)
         num_frames = -(-(len(sound) + TAIL) // FRAME)
         whole = np.zeros(num_frames * FRAME, dtype=np.float32)
         whole[: len(sound)] = sound.clip(-0.99, 0.99)
-        ids, pitch = np.concatenate(symbols), np.concatenate(pitches)
-        assert len(ids) == len(letters)
-        codes = frame_codes(ids, letters, np.concatenate(units), pitch, whole)
+        ids_L, pitch = np.concatenate(symbols), np.concatenate(pitches)
+        codes = frame_codes(ids_L, np.arange(len(ids_L)), np.concatenate(units), pitch, whole)
         first = leading_frames(codes)
         return (whole * 32767).astype(np.int16)[first * FRAME :], codes[first:]
 
@@ -80,9 +99,11 @@ def open_sentences(tokenizer: Path) -> Sentences:
     return Sentences(load_words(Path(ASSETS), Tokenizer.from_file(str(tokenizer))))
 
 
-def write(folder: Path, worker: int, workers: int, seconds: float, sentences: Sentences) -> None:
+def write(
+    folder: Path, worker: int, workers: int, seconds: float, sentences: Sentences, *, sound: bool
+) -> None:
     voice, end_s = Voice(), time.monotonic() + seconds
-    with CorpusFile(folder, worker, with_codes=True) as corpus:
+    with CorpusFile(folder, worker, with_codes=True, with_sound=sound) as corpus:
         for number, text in enumerate(sentences.training(worker, workers)):
             if time.monotonic() > end_s:
                 return
@@ -91,7 +112,8 @@ def write(folder: Path, worker: int, workers: int, seconds: float, sentences: Se
                 continue
             pcm, codes = spoken
             if SHORTEST_S <= len(pcm) / SAMPLE_RATE <= LONGEST_S:
-                corpus.add(text, pcm, codes)
+                said = voice.sentences(text)
+                corpus.add(text, pcm, codes, Words(said, voice.written(text, said)))
 
 
 def main() -> None:
@@ -101,10 +123,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--codes-only", action="store_true", help="no sound: what a talker is trained on")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     sentences = open_sentences(arguments.tokenizer)
-    write(arguments.folder, arguments.worker, arguments.workers, arguments.seconds, sentences)
+    write(
+        arguments.folder,
+        arguments.worker,
+        arguments.workers,
+        arguments.seconds,
+        sentences,
+        sound=not arguments.codes_only,
+    )
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.speaking.clock import Clip, Clock, learning_rate, new_optimizer, set_rate
-from training.speaking.corpus import Corpus, Utterance
-from training.speaking.phonetics import Codes
-from training.speaking.pointing import pointer_codes
-from training.speaking.prompts import TTS_PAD, Prompts
+from training.speaking.corpus import Corpus
+from training.speaking.gathering import FIRST, LONGEST, SEED, Beside, Gathered, Gathering
+from training.speaking.prompts import TTS_PAD, Layout
 from training.speaking.rows import EMPTY_TARGET, Batch, Rows, input_rows
 from training.speaking.sizes import Sizes
 from training.speaking.stepping import Figures, Stepper
@@ -29,14 +28,22 @@ from training.speaking.weights import Average, load_parts, save_parts
 
 NAME = "talker"
 RATE = 1.5e-3
-SEED = 20260102
 REFRESH_S = 45.0
 # Of what is fed back, so that a wrong code is not the end. The pointer also slips by a little.
 NOISY_CODES, LOST_FRAMES, SLIPPED, SLIP = 0.05, 0.02, 0.15, 3
 RESIDUAL_SHARE = 0.4  # of a batch's rows: frames that also train the code predictor
 OTHERS_WEIGHT = 2.0  # of the mean of the other groups, beside the first
-JOINED = (1, 1, 1, 2, 3)  # utterances of an example
-LENGTHS = (48, 64, 80, 96, 128, 160, 224, 320, 448)  # rows of a batch's sequences: few shapes, each recorded
+LENGTHS = (
+    48,
+    64,
+    80,
+    96,
+    128,
+    160,
+    224,
+    320,
+    LONGEST,
+)  # rows of a batch's sequences: few shapes, each recorded
 
 
 def open_talker(folder: Path, sizes: Sizes, device: torch.device) -> TalkerNet:
@@ -48,12 +55,10 @@ def open_talker(folder: Path, sizes: Sizes, device: torch.device) -> TalkerNet:
 
 
 class Examples:
-    """Utterances and their codes, joined into examples anew each time."""
+    """What was gathered last, on the device."""
 
-    def __init__(self, sizes: Sizes, table: TextTable, prompts: Prompts, device: torch.device) -> None:
-        self._sizes, self._table, self._prompts, self._device = sizes, table, prompts, device
-        self._texts: list[tuple[int, list[int], list[int]]] = []  # letters; ids at a start, behind another
-        self._codes: list[Codes] = []
+    def __init__(self, sizes: Sizes, table: TextTable, device: torch.device) -> None:
+        self._sizes, self._table, self._device = sizes, table, device
         self._random = Random(SEED)
         self.starts: npt.NDArray[np.int64] = np.zeros((0, 5), np.int64)  # as `Rows.batch` takes them
         self._rows: Rows | None = None
@@ -61,50 +66,11 @@ class Examples:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def add(self, utterances: list[Utterance], codes: list[Codes]) -> None:
-        first = self._prompts.many_ids([one.text for one in utterances])
-        later = self._prompts.many_ids([f" {one.text}" for one in utterances])
-        lengths = [len(one.text) for one in utterances]
-        self._texts += zip(lengths, first, later, strict=True)
-        self._codes += codes
-
-    def build(self) -> None:
-        """Neighbours are joined; every call joins other ones."""
-        random, count, rows, starts = self._random, len(self._texts), [], []
-        frames: list[Codes] = []
-        first_row = first_frame = index = 0
-        index = random.randrange(min(3, count))
-        while index < count:
-            size = min(random.choice(JOINED), count - index)
-            row, codes_TQ, prompt = self._join(index, size)
-            index += size
-            if prompt + len(codes_TQ) > LENGTHS[-1]:
-                continue
-            rows.append(row)
-            frames.append(codes_TQ)
-            starts.append((first_row, len(row), prompt, first_frame, len(codes_TQ)))
-            first_row, first_frame = first_row + len(row), first_frame + len(codes_TQ)
-        self.starts = np.array(starts, np.int64)
-        text_R = torch.from_numpy(np.concatenate(rows)).to(self._device)
-        codes_TQ = np.concatenate(frames)
-        self._rows = Rows(
-            self._sizes, text_R, torch.from_numpy(codes_TQ).to(self._device), self._table.place(TTS_PAD)
-        )
-
-    def _join(self, index: int, size: int) -> tuple[npt.NDArray[np.int32], Codes, int]:
-        """Rows, frames with their pointers, how many rows are prompt."""
-        pointer = self._sizes.pointer
-        codes_TQ = np.concatenate(self._codes[index : index + size])
-        tokens = list(self._texts[index][1])
-        letters, frames = self._texts[index][0], len(self._codes[index])
-        for joined in range(index + 1, index + size):
-            tokens += self._texts[joined][2]
-            span = slice(frames, frames + len(self._codes[joined]))
-            codes_TQ[span, pointer] += letters + 1  # a blank between
-            letters, frames = letters + 1 + self._texts[joined][0], span.stop
-        line = self._prompts.line(tokens)
-        codes_TQ[:, pointer] = pointer_codes(line, codes_TQ[:, pointer])
-        return self._table.find(line.rows), codes_TQ, line.prompt
+    def take(self, gathered: Gathered) -> None:
+        self.starts = gathered.starts
+        text_R = torch.from_numpy(self._table.find(gathered.tokens_R))
+        codes_TQ, pad = torch.from_numpy(gathered.codes_TQ), self._table.place(TTS_PAD)
+        self._rows = Rows(self._sizes, text_R.to(self._device), codes_TQ.to(self._device), pad)
 
     def batches(self, rows_a_batch: int) -> Iterator[Batch]:
         """Of like lengths, each of one of LENGTHS and as many sequences as that allows, in random order."""
@@ -158,7 +124,7 @@ def train_talker(
     corpus: Corpus,
     sizes: Sizes,
     table: TextTable,
-    prompts: Prompts,
+    layout: Layout,
     clock: Clock,
     rows_a_batch: int,
     *,
@@ -167,7 +133,7 @@ def train_talker(
     """`recorded`: by CUDA graphs, where there is a GPU."""
     device = table.rows_VX.device
     net = open_talker(folder, sizes, device)
-    examples = Examples(sizes, table, prompts, device)
+    examples = Examples(sizes, table, device)
     optimizer = new_optimizer(list(net.parameters()), betas=(0.9, 0.95), weight_decay=0.05)
     clip, average = Clip(list(net.parameters())), Average(net, 0.998)
 
@@ -180,22 +146,31 @@ def train_talker(
         return {name: figure.detach() for name, figure in figures.items()}
 
     stepper = Stepper(step, device, recorded=recorded)
-    refreshed_s, going = -REFRESH_S, True
-    while going:
-        if not len(examples) or (clock.elapsed_s - refreshed_s >= REFRESH_S and clock.fraction < 0.9):
-            fresh = corpus.refresh() if len(examples) else corpus.utterances
-            examples.add(fresh, [corpus.codes(one) for one in fresh])
-            examples.build()
-            refreshed_s = clock.elapsed_s
-            clock.say({"stage": "talker", "examples": len(examples), "hours": round(corpus.hours, 2)})
-        for batch in examples.batches(rows_a_batch):
-            set_rate(optimizer, learning_rate(clock.fraction, RATE))
-            figures = stepper(batch.text_BL, batch.opening_BL, batch.heard_BLQ, batch.target_BLQ)
-            average.follow()
-            going = clock.tick(figures)
-            if clock.time_to_save():
-                save_parts(folder, NAME, average.state())
-            if not going or (clock.elapsed_s - refreshed_s >= REFRESH_S and clock.fraction < 0.9):
-                break
+
+    def take(gathered: Gathered) -> None:
+        examples.take(gathered)
+        clock.say({"stage": "talker", "examples": len(examples), "hours": round(gathered.hours, 2)})
+
+    with Beside(Gathering(layout, corpus)) as gathering:
+        gathering.ask(FIRST)
+        take(gathering.take())
+        gathering.ask()
+        asked, asked_s, going = True, clock.elapsed_s, True
+        while going:
+            for batch in examples.batches(rows_a_batch):
+                set_rate(optimizer, learning_rate(clock.fraction, RATE))
+                figures = stepper(batch.text_BL, batch.opening_BL, batch.heard_BLQ, batch.target_BLQ)
+                average.follow()
+                going = clock.tick(figures)
+                if clock.time_to_save():
+                    save_parts(folder, NAME, average.state())
+                if not asked and clock.elapsed_s - asked_s >= REFRESH_S and clock.fraction < 0.9:
+                    gathering.ask()
+                    asked, asked_s = True, clock.elapsed_s
+                if not going or (asked and gathering.ready()):
+                    break
+            if going and asked and gathering.ready():
+                take(gathering.take())
+                asked = False
     average.apply()
     save_parts(folder, NAME, dict(net.state_dict()))

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from model_families.omnistage_nano.pieces import MOST_AHEAD
+from model_families.omnistage_nano.pronouncing import Dictionary
 from tests.tiny_models import build_tokenizer
+from tests.training.speaking.small_front import small_front
 from training.speaking.corpus import Corpus, CorpusFile
+from training.speaking.corpus import Words as Spoken
 from training.speaking.judge_words import distance, words_of
+from training.speaking.make_front import LETTER_FRAMES, UNITS_A_FRAME, timed, underivable
 from training.speaking.phonetics import FRAME, frame_codes, leading_frames, loudness_codes, pitch_codes
-from training.speaking.pointing import SOONEST, letters_of, pointer_codes
+from training.speaking.pointing import SOONEST, joined, pointer_codes, spell, written_words
 from training.speaking.prompts import TTS_BOS, TTS_EOS, TTS_PAD, Prompts
 from training.speaking.rows import EMPTY_TARGET, Rows
 from training.speaking.sentences import Sentences, is_held_out
@@ -90,6 +95,16 @@ def test_what_a_worker_writes_is_read_at_once(tmp_path):
             assert np.array_equal(corpus.codes(found), codes + value)
 
 
+def test_what_is_said_is_read_and_sound_may_be_left_out(tmp_path):
+    said = Spoken(["ðə sˈi."], ["the", "sea"])
+    with CorpusFile(tmp_path, 1, with_codes=True, with_sound=False) as written:
+        written.add("the sea", np.zeros(FRAME, np.int16), np.zeros((1, 9), np.int16), said)
+    (found,) = Corpus(tmp_path).refresh()
+    assert found.words == said
+    assert not (tmp_path / "1.pcm").exists()
+    assert Corpus(tmp_path, with_sound=True).refresh() == []
+
+
 def test_rows_of_text_and_frames_meet_where_the_server_has_them_meet():
     codes_TQ = torch.arange(3 * TINY.num_groups).view(3, -1) % TINY.codebook_size
     rows = Rows(TINY, torch.tensor([*range(10, 18), 30, 31]), codes_TQ, pad=5)
@@ -112,49 +127,97 @@ def test_a_token_without_a_row_is_found_out():
         table.find(np.array([4, 5]))
 
 
-def test_letters_go_with_the_symbols_that_say_them():
-    count = {"Room": 1, "42": 2, "is": 1, "mine.": 1}
-    spoken = ["rum fɔrti tu ɪz mIn."]
-    letters = letters_of("Room 42 is mine.", spoken, set("rumfɔtiɪzIn."), count.__getitem__)
-    said = [0, 0, 1, 2, 4, *[5] * 5, 6, 6, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
-    assert letters is not None
-    assert len(letters) == 1 + len("rum fɔrti tu ɪz mIn.") + 1
-    assert letters.tolist() == said
-
-
-def test_letters_are_not_known_where_words_do_not_match():
-    assert letters_of("One two", ["wʌn"], set("wʌn"), lambda _: 1) is None
-    assert letters_of("- -", [], set(), lambda _: 0) is None
-
-
 @pytest.fixture(scope="module")
 def prompts():
-    merges = [("t", "h"), ("e", "a"), ("Ġ", "s"), ("n", "i"), ("n", "e")]
-    return Prompts(build_tokenizer(merges=merges).backend_tokenizer)
+    tokenizer = build_tokenizer(merges=[("t", "h")]).backend_tokenizer
+    return Prompts(small_front(tokenizer), tokenizer)
 
 
-def test_a_line_is_spelled_in_step_with_speech(prompts):
-    line = prompts.line(prompts.many_ids(["the sea"])[0])
-    spelled = line.rows[line.prompt - 1 :].tolist()
-    pieces = [prompts.spelling.id_of(piece) for piece in ("th", "e", " s", "ea")]
-    assert [token for token in spelled if token in pieces] == pieces
-    assert spelled[-1] == TTS_EOS
+def named(prompts, spelled):
+    return [prompts.layout.pieces.pieces[piece] for piece in spelled.pieces_N]
+
+
+def test_a_piece_is_spoken_from_its_first_symbol(prompts):
+    spelled = spell(prompts.layout.pieces, ["ðə sˈild, tˈu.", "ðə."])
+    assert named(prompts, spelled) == [" ðə", " s", "ˈi", "ld", ",", " t", "ˈu", ".", " ðə", "."]
+    # pad ðə blank, s, ˈi, ld, comma, blank t, ˈu, stop, pad; pad ðə, stop
+    assert spelled.starts_N.tolist() == [0, 3, 5, 7, 9, 10, 12, 14, 16, 19]
+    assert spelled.num_symbols == len("ðə sˈild, tˈu.") + len("ðə.") + 4
+
+
+def test_letters_are_spread_over_the_symbols_of_their_word(prompts):
+    spelled = spell(prompts.layout.pieces, ["ðə sˈi."], ["", "thx"])
+    assert named(prompts, spelled) == [" ðə", "= th", "=x", "."]
+    assert spelled.starts_N.tolist() == [0, 3, 6, 7]
+
+
+def test_utterances_are_joined_symbol_behind_symbol(prompts):
+    apart, whole = (
+        [spell(prompts.layout.pieces, [text]) for text in ("ðə.", "tˈu.")],
+        spell(prompts.layout.pieces, ["ðə.", "tˈu."]),
+    )
+    both = joined(apart)
+    assert both.num_symbols == whole.num_symbols
+    assert np.array_equal(both.starts_N, whole.starts_N)
+    assert np.array_equal(both.pieces_N, whole.pieces_N)
+
+
+def test_the_letters_of_a_word_are_known_where_words_match():
+    count = {"Room": 1, "42": 2, "is": 1, "it's": 1}
+    spoken = ["rum fɔrti tu ɪz", "ɪts"]
+    assert written_words("Room 42 is it's", spoken, count.__getitem__) == ["room", "", "", "is", "it's"]
+    assert written_words("Room 42", spoken, count.__getitem__) == [""] * 5
+
+
+def test_a_line_has_the_rows_that_the_server_makes(prompts):
+    text = "the sea, the sea. " * 12 + "hold two sheep, zz"
+    sounds = "ðə sˈi, ðə sˈi. " * 12 + "hˈOld tˈu ʃˈip, zz"
+    spelled = spell(prompts.layout.pieces, [sounds], [""] * 51 + ["zz"])
+    line, rows_N = prompts.layout.line(spelled)
+    served = prompts.of(text)
+    assert line.prompt == served.prompt
+    assert line.rows.tolist() == served.rows.tolist()
+    assert line.rows[-1] == TTS_EOS
     assert line.rows[line.prompt - 2] == TTS_BOS
-    assert line.letter_ends[:4].tolist() == [2, 3, 5, 7]
-    assert line.row_of(np.array([0, 1, 2, 3, 6, 9])).tolist() == [0, 0, 1, 2, 3, 3]
+    assert TTS_PAD in line.rows[line.prompt :]
+    first = prompts.layout.pieces.ids.start
+    assert (line.rows[line.prompt - 1 + rows_N] - first).tolist() == spelled.pieces_N.tolist()
 
 
 def test_pads_keep_a_long_line_near_its_speech(prompts):
-    line = prompts.line(prompts.many_ids(["nine " * 30])[0])
-    spoken_frames = 0.74 * 5 * 30
-    assert abs(len(line.letter_ends) - (spoken_frames - 6)) < 3
-    assert TTS_PAD in line.rows[line.prompt :]
+    spelled = spell(prompts.layout.pieces, ["ðə sˈi " * 40])
+    line, _ = prompts.layout.line(spelled)
+    frames = sum(prompts.layout.pieces.frames[piece] for piece in spelled.pieces_N)
+    assert abs(len(line.rows) - line.prompt - (frames - MOST_AHEAD)) < 3
 
 
 def test_the_pointer_says_how_long_ago_the_piece_was_heard(prompts):
-    line = prompts.line(prompts.many_ids(["the sea"])[0])
-    codes = pointer_codes(line, np.array([0, 1, 2, 2, 3, 6]))
-    assert (codes + SOONEST).tolist() == [0, 1, 1, 2, 2, 2]
+    spelled = spell(prompts.layout.pieces, ["ðə sˈi."])
+    codes = pointer_codes(np.array([0, 1, 2, 3]), spelled, np.array([0, 1, 2, 3, 5, 7]))
+    assert (codes + SOONEST).tolist() == [0, 1, 2, 2, 2, 2]
+
+
+def test_pieces_take_the_time_that_was_counted():
+    spoken = [("ðə sˈi.", [13, 2, 2, 1, 4, 1, 5, 6, 2])] * 10
+    pieces = dict(timed([" ðə", "sˈi", " s", "i", "ˈi", ".", "=th"], spoken))
+    assert pieces[" ðə"] == pytest.approx((3 + 2 + 2) / UNITS_A_FRAME)  # of the pad a frame remains
+    assert pieces[" s"] == pytest.approx((1 + 4) / UNITS_A_FRAME)
+    assert pieces["."] == pytest.approx((6 + 2) / UNITS_A_FRAME)
+    assert pieces["sˈi"] == pytest.approx((4 + 1 + 5) / UNITS_A_FRAME)  # not met: as its sounds
+    assert pieces["=th"] == 2 * LETTER_FRAMES
+
+
+def test_what_rules_derive_is_not_listed():
+    words = {
+        "tire": "tˈIəɹ",
+        "tireless": "tˈIəɹləs",
+        "tirelessly": "tˈIəɹləsli",
+        "read": "ɹˈid",
+        "reads": "ɹˈɛdz",
+    }
+    kept = underivable(words)
+    assert {word: Dictionary(kept).sounds(word) for word in words} == words
+    assert set(kept) == {"tire", "read", "reads"}
 
 
 @pytest.mark.parametrize(

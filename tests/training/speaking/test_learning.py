@@ -11,10 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.tiny_models import build_tokenizer
-from training.speaking import train_talker
+from tests.training.speaking.small_front import small_front
+from training.speaking import gathering, train_talker
 from training.speaking.clock import Clip, Clock, new_optimizer
-from training.speaking.corpus import Corpus, CorpusFile
+from training.speaking.corpus import Corpus, CorpusFile, Words
 from training.speaking.decoder import new_decoder
+from training.speaking.gathering import Beside, Gathering
 from training.speaking.phonetics import FRAME
 from training.speaking.pointing import SOONEST
 from training.speaking.prompts import COPIED, Prompts
@@ -33,24 +35,25 @@ from vocoder import kernels
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SIZES = replace(TINY, talker=replace(TINY.talker, text_width=16))
-TEXTS = ("the sea", "a house", "one tree", "he said so", "no", "then it was")
+TEXTS = ("ðə sˈi.", "hˈOld ðə ʃˈip", "tˈu.", "fˈɔɹ ʃˈip, tˈu", "ðə", "hˈOld ɪt.")
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    return Prompts(build_tokenizer(merges=[("t", "h"), ("e", "a"), ("h", "o")]).backend_tokenizer)
+    tokenizer = build_tokenizer(merges=[("t", "h"), ("e", "a"), ("h", "o")]).backend_tokenizer
+    return Prompts(small_front(tokenizer), tokenizer)
 
 
 @pytest.fixture(scope="module")
 def table(prompts):
-    ids = sorted({*prompts.spelling.ids, *prompts.header, *COPIED.values()})
+    ids = sorted({*prompts.layout.tokens, *COPIED.values()} - COPIED.keys())
     rows = torch.randn(len(ids), 16, generator=torch.Generator().manual_seed(1))
     return TextTable(torch.tensor(ids), rows, CPU)
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A tone of a text's own; its letters at an even pace."""
+    """A tone of a text's own; its symbols at an even pace."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     with CorpusFile(folder, 0, with_codes=True) as written:
@@ -58,8 +61,9 @@ def corpus(tmp_path):
             frames = 6 + 2 * number
             wave = 8000 * np.sin(np.arange(frames * FRAME) * (0.02 + 0.01 * number))
             codes = np.full((frames, SIZES.num_groups), 3 + number, np.int16)
-            codes[:, SIZES.pointer] = np.arange(frames) * len(text) // frames
-            written.add(text, wave.astype(np.int16), codes)
+            codes[:, SIZES.pointer] = np.arange(frames) * (len(text) + 2) // frames
+            letters = ["the" if word == "ðə" else "" for word in text.split()]
+            written.add(text, wave.astype(np.int16), codes, Words([text], letters))
     found = Corpus(folder)
     found.refresh()
     return found
@@ -85,10 +89,9 @@ class Steps(Clock):
 
 @pytest.fixture
 def examples(corpus, prompts, table, monkeypatch):
-    monkeypatch.setattr(train_talker, "JOINED", (2,))
-    made = Examples(SIZES, table, prompts, CPU)
-    made.add(corpus.utterances, [corpus.codes(one) for one in corpus.utterances])
-    made.build()
+    monkeypatch.setattr(gathering, "JOINED", (2,))
+    made = Examples(SIZES, table, CPU)
+    made.take(Gathering(prompts.layout, corpus)())
     return made
 
 
@@ -104,10 +107,37 @@ def test_pointers_lead_through_joined_utterances(examples, prompts):
             assert (row_T.diff() >= 0).all()
             assert row_T[0] == 0
             assert torch.equal(heard_LQ[says][1:], target_LQ[says][:-1])
-            # the second text's first letter is where the first one's codes end
+            # the second text's first piece is where the first one's codes end
             change = int((target_LQ[says, 0].diff() != 0).nonzero()[0]) + 1
             assert row_T[change] > row_T[change - 1]
             assert (target_LQ[says.nonzero()[-1, 0] + 1, 0]) == SIZES.control["eos"]
+
+
+def test_what_is_gathered_beside_is_what_is_gathered_here(prompts, corpus):
+    wanted = Gathering(prompts.layout, corpus)
+    with Beside(Gathering(prompts.layout, corpus)) as other:
+        for most in (2, None):
+            other.ask(most)
+            here, there = wanted(most), other.take()
+            assert len(here.starts) > 0
+            for name in ("tokens_R", "codes_TQ", "starts"):
+                assert np.array_equal(getattr(here, name), getattr(there, name))
+            assert here.hours == there.hours
+
+
+def test_some_words_are_given_by_their_letters(prompts, corpus, monkeypatch):
+    def letters(share):
+        monkeypatch.setattr(gathering, "LETTERS_SHARE", share)
+        tokens = Gathering(prompts.layout, corpus)().tokens_R - prompts.layout.pieces.ids.start
+        pieces = [
+            prompts.layout.pieces.pieces[token]
+            for token in tokens
+            if 0 <= token < len(prompts.layout.pieces.pieces)
+        ]
+        return [piece for piece in pieces if piece.startswith("=")]
+
+    assert letters(0.0) == []
+    assert set(letters(1.0)) == {"= th", "=e"}
 
 
 def test_what_is_disturbed_stays_a_code_or_nothing(examples):
@@ -140,10 +170,10 @@ def test_rows_without_a_frame_teach_nothing(examples, table, tmp_path, monkeypat
 
 def test_a_talker_learns_saves_and_is_taken_up(corpus, prompts, table, tmp_path):
     clock = Steps("talker", 25, tmp_path)
-    train_talker.train_talker(tmp_path, corpus, SIZES, table, prompts, clock, 200, recorded=True)
+    train_talker.train_talker(tmp_path, corpus, SIZES, table, prompts.layout, clock, 200, recorded=True)
     assert clock.seen[-1]["next"] < 0.8 * clock.seen[0]["next"]
     again = Steps("talker", 2, tmp_path)
-    train_talker.train_talker(tmp_path, corpus, SIZES, table, prompts, again, 200, recorded=False)
+    train_talker.train_talker(tmp_path, corpus, SIZES, table, prompts.layout, again, 200, recorded=False)
     assert again.seen[0]["next"] < 0.8 * clock.seen[0]["next"]
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["examples"] > 0
 

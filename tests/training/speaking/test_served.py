@@ -18,11 +18,14 @@ from lm_engine.config import EngineConfig
 from lm_engine.memory import allocate_kv
 from lm_engine.talker.engine import TalkerEngine
 from lm_engine.talker.runner import TalkerRunner
+from model_families.omnistage_nano.pieces import SPOKEN_PIECES, write_pieces
+from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS, write_words
 from model_families.omnistage_nano.shipped_speech import speaking_tensors
 from model_families.omnistage_nano.speech import SPEECH
 from model_families.qwen3_omni_moe.vocoder import Names
 from tests.model_families.talking import StubProcessor
 from tests.tiny_models import build_tokenizer
+from tests.training.speaking.small_front import WORDS, small_front, small_pieces
 from training.speaking.convert import code2wav_name, code2wav_tensors, sections, talker_tensors
 from training.speaking.decoder import new_decoder, speak
 from training.speaking.prompts import TTS_BOS, TTS_EOS, TTS_PAD, Line, Prompts
@@ -68,6 +71,9 @@ def folder(trained, words, tokenizer, tmp_path_factory):
     decoder, net = trained
     folder = tmp_path_factory.mktemp("nano")
     tokenizer.save(str(folder / "tokenizer.json"))
+    pieces = small_pieces()
+    write_pieces(folder / SPOKEN_PIECES, list(zip(pieces.pieces, pieces.frames, strict=True)))
+    write_words(folder / SPOKEN_WORDS, WORDS)
     tensors = speaking_tensors(talker_tensors(net) | code2wav_tensors(decoder))
     tensors["thinker.model.embed_tokens.weight"] = words
     save_file(
@@ -84,13 +90,13 @@ def folder(trained, words, tokenizer, tmp_path_factory):
 
 def test_the_talker_draws_the_same_frames(trained, words, tokenizer, folder):
     net = trained[1]
-    text = "Hold 4242 sheep."
+    text = "Hold 42 sheep, the sea, the sea, hold zz!"
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     table = TextTable(torch.arange(VOCABULARY), words, CPU)
     table.rows_VX = table.rows_VX.float()
-    line = Prompts(tokenizer).line(ids)
+    line = Prompts(small_front(tokenizer), tokenizer).of(text)
     head = [START, ASS, ISTANT, *[TTS_PAD] * 4, TTS_BOS]
-    line = Line(np.array([*head, *line.rows[line.prompt - 1 :]], np.int32), len(head) + 1, line.letter_ends)
+    line = Line(np.array([*head, *line.rows[line.prompt - 1 :]], np.int32), len(head) + 1)
     assert TTS_PAD in line.rows[len(head) :]
     assert line.rows[-1] == TTS_EOS
     wanted = Speaker(net, table).speak([line], temperature=0.0, max_frames=FRAMES)[0]
