@@ -26,7 +26,8 @@ ABBREVIATIONS = {
 UNITS = {
     "km": "kilometer", "cm": "centimeter", "mm": "millimeter", "kg": "kilogram", "mg": "milligram",
     "lb": "pound", "ml": "milliliter", "kb": "kilobyte", "mb": "megabyte", "gb": "gigabyte", "tb": "terabyte",
-    "hz": "hertz", "khz": "kilohertz", "mhz": "megahertz", "ghz": "gigahertz", "kw": "kilowatt", "mph": "miles per hour",
+    "hz": "hertz", "khz": "kilohertz", "mhz": "megahertz", "ghz": "gigahertz",
+    "kw": "kilowatt", "mph": "miles per hour",
     "m": "meter", "g": "gram", "s": "second", "h": "hour", "k": "thousand", "x": "times",
 }  # fmt: skip
 UNCHANGED = ("hertz", "hour", "thousand", "times")  # by their ends: no plural

@@ -76,8 +76,9 @@ SOUNDS = {
         ("cat", "kˈæt"), ("Cat", "kˈæt"), ("CAT", "kˈæt"), ("cats", "kˈæts"), ("cat's", "kˈæts"),
         ("cats'", "kˈæts"), ("cities", "sˈɪTiz"), ("buses", "bˈʌsᵻz"), ("stopped", "stˈɑpt"),
         ("stopping", "stˈɑpɪŋ"), ("waited", "wˈATᵻd"), ("tried", "tɹˈId"), ("making", "mˈAkɪŋ"),
-        ("maker", "mˈAkəɹ"), ("fireplaces", "fˈIəɹplˌAsᵻz"), ("unpolished", "ˌʌnpˈɑlɪʃt"), ("Polish", "pˈOlɪʃ"),
-        ("polish", "pˈɑlɪʃ"), ("US", "jˌuˈɛs"), ("He", "hˌi"), ("he", "hi"), ("zyx", None), ("ZQ", None),
+        ("maker", "mˈAkəɹ"), ("fireplaces", "fˈIəɹplˌAsᵻz"), ("unpolished", "ˌʌnpˈɑlɪʃt"),
+        ("Polish", "pˈOlɪʃ"), ("polish", "pˈɑlɪʃ"), ("US", "jˌuˈɛs"),
+        ("He", "hˌi"), ("he", "hi"), ("zyx", None), ("ZQ", None),
     ],
 )  # fmt: skip
 def test_forms_of_words(word, sounds):
