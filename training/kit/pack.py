@@ -48,10 +48,10 @@ def pack(
             carry_libraries(kit.libraries)
         if not hearing_alone:
             carry_language_model(kit, downloads)
-        if not sees:
-            kit.weights.unlink()
-        elif not hearing_alone:
-            carry_fonts(kit.fonts)
+            if sees:
+                carry_fonts(kit.fonts)
+            else:
+                kit.weights.unlink()
         paths = [str(path.relative_to(kit.root)) for path in kit.root.rglob("*") if path.is_file()]
         # What starts the speakers comes first, the language model last.
         order = sorted(
