@@ -28,6 +28,12 @@ def shape(colour: str, kind: str, background: str = "white") -> Image.Image:
     return image
 
 
+def shown_by(answer: str) -> str:
+    """Without "a" or "one"."""
+    _, _, shown = answer.partition("The picture shows ")
+    return shown.partition(" ")[2].removesuffix(".")
+
+
 def printed(text: str) -> Image.Image:
     image = Image.new("RGB", (320, 240), "white")
     ImageDraw.Draw(image).text((60, 80), text, fill="black", font=ImageFont.load_default(72))
@@ -62,8 +68,9 @@ def ask(served: Served, default_model: Path):
 def test_the_same_question_at_once_about_different_pictures(ask) -> None:
     shown = [(colour, kind) for colour in ("red", "blue", "green") for kind in ("circle", "square")]
     questions = [[("user", [shape(*pair), "What is in the picture?"])] for pair in shown * 2]
-    expected = [f"The picture shows a {colour} {kind}." for colour, kind in shown * 2]
-    assert ask(*questions) == expected
+    assert [shown_by(answer) for answer in ask(*questions)] == [
+        f"{colour} {kind}" for colour, kind in shown * 2
+    ]
 
 
 def test_two_pictures_are_told_apart_in_either_order(ask) -> None:
@@ -71,7 +78,7 @@ def test_two_pictures_are_told_apart_in_either_order(ask) -> None:
     pair = [shape("red", "circle"), shape("blue", "square")]
     shown = [pair, pair[::-1], pair, pair[::-1]]
     answers = ask(*[[("user", [*pictures, "What is in the first picture?"])] for pictures in shown])
-    assert answers == ["The picture shows a red circle.", "The picture shows a blue square."] * 2
+    assert [shown_by(answer) for answer in answers] == ["red circle", "blue square"] * 2
 
 
 def test_a_follow_up_is_about_the_same_picture(ask) -> None:

@@ -1,4 +1,5 @@
-"""Questions about pictures and their true answers, in a few wordings each; the answers are short and fixed.
+"""Questions about pictures and their true answers, in a few wordings each; the answers are short and fixed,
+and the words before the one that tells are the same whatever it is: not "a" or "an", "is" or "are".
 
 A question's task names what evaluation counts it under.
 """
@@ -69,7 +70,7 @@ def can_ask(kind: str, task: str) -> bool:
 
 
 def describe(scene: Scene) -> str:
-    """What is on the picture, as a noun phrase: "a red circle and two blue stars", in reading order."""
+    """What is on the picture, as a noun phrase: "one red circle and two blue stars", in reading order."""
     if scene.kind == "nothing":
         return "nothing that I know"
     if scene.emoji is not None:
@@ -81,9 +82,7 @@ def describe(scene: Scene) -> str:
 
 
 def _group(colour: str, shape: str, count: int) -> str:
-    if count == 1:
-        return f"{_article(colour)} {colour} {shape}"
-    return f"{_NUMBERS[count]} {colour} {SHAPES[shape]}"
+    return f"{_NUMBERS[count]} {colour} {shape if count == 1 else SHAPES[shape]}"
 
 
 def _article(word: str) -> str:
@@ -156,8 +155,8 @@ def _shape(scene: Scene, rng: random.Random) -> Exchange | None:
     )
 
 
-def _there_are(count: int, one: str, many: str) -> str:
-    return f"There is one {one}." if count == 1 else f"There are {_NUMBERS[count]} {many}."
+def _i_see(count: int, one: str, many: str) -> str:
+    return f"I see {_NUMBERS[count]} {one if count == 1 else many}."
 
 
 def _count(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -184,17 +183,14 @@ def _count(scene: Scene, rng: random.Random) -> Exchange | None:
             f"Count the {many}.",
         )
     )
-    return Exchange("count", question, _there_are(count, one, many), kind=kind)
+    return Exchange("count", question, _i_see(count, one, many), kind=kind)
+
+
+_PREPOSITIONS = {"centre": "in", "left": "on", "right": "on"}  # as people ask
 
 
 def _where(place: str) -> str:
-    return (
-        "in the centre"
-        if place == "centre"
-        else f"on the {place}"
-        if place in ("left", "right")
-        else f"at the {place}"
-    )
+    return f"at the {place}"
 
 
 def _position(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -214,7 +210,8 @@ def _position(scene: Scene, rng: random.Random) -> Exchange | None:
         if len(there) > 1 or _beside(scene, place):
             return None
         answer = describe(Scene("things", things=tuple(there))) if there else "nothing"
-        question = rng.choice((f"What is {_where(place)}?", f"What do you see {_where(place)}?"))
+        at = rng.choice((_where(place), f"{_PREPOSITIONS.get(place, 'at')} the {place}"))
+        question = rng.choice((f"What is {at}?", f"What do you see {at}?"))
         sentence = _sentence(f"there is {answer} {_where(place)}")
         return Exchange("position", question, sentence, kind="what")
     return _relation(scene, thing, rng)

@@ -34,7 +34,7 @@ from training.seeing.tower import CONFIG, TrainedTower, new_tower, run_block
 
 LEAST_RATE = 0.02  # of the peak, at the end
 WARM_UP_STEPS = 200
-FIRST_SHARE, FIRST_RATE, RATE_ON = 0.2, 1e-3, 7e-4  # unless told: see `Run`
+FIRST_SHARE, FIRST_RATE, RATE_ON = 0.3, 1e-3, 7e-4  # unless told: see `Run`
 LABEL_WEIGHT = 0.3  # of what cells show, beside the answers; it fades
 KEPT_EVERY, KEPT_ROWS = 4, 16  # steps between, and rows of, plain text
 
@@ -301,7 +301,7 @@ def parse() -> TrainConfig:
     parser.add_argument("--fonts", type=Path, default=SYSTEM_FONTS)
     parser.add_argument("--seconds", type=float, default=470, help="of the whole run but for its evaluation")
     parser.add_argument(
-        "--tower-share", type=float, help="of the time: the tower alone; else 0.2, and 0 to go on"
+        "--tower-share", type=float, help="of the time: the tower alone; else 0.3, and 0 to go on"
     )
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--workers", type=int, default=13)
