@@ -11,7 +11,9 @@ Shapes: T tokens, H hidden, D head size, O outputs and I inputs of a linear.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +28,10 @@ from lm_engine.devices import enter_device
 from lm_engine.layers.kernels import DecoderLayer, Linear, Mlp
 from lm_engine.model import DecoderConfig
 
+logger = logging.getLogger(__name__)
+
 START_LIMIT = timedelta(minutes=10)
+CLOSE_LIMIT_S = 10.0
 _NCCL_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # multicast needs rights that containers lack
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -154,7 +159,17 @@ class RankGroup:
             self._is_apart = False
 
     def close(self) -> None:
-        self._group = None  # torch aborts what NCCL holds: to take leave, it would wait for the others
+        """Torch aborts what NCCL holds: to take leave, it would wait for the others. The end waits for
+        graphs: on a thread of its own, so that one which is left somewhere costs `CLOSE_LIMIT_S`, no more."""
+        parting = [self._group]
+        self._group = None
+        thread = threading.Thread(target=parting.clear, name="ranks-part", daemon=True)
+        thread.start()
+        thread.join(CLOSE_LIMIT_S)
+        if thread.is_alive():
+            logger.warning(
+                "tensor parallel: NCCL has not ended within %g s; it is left behind", CLOSE_LIMIT_S
+            )
 
     def _made(self) -> _Group:
         assert self._group is not None, "the ranks have parted"

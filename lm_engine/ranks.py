@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import socket
 import struct
@@ -240,7 +241,10 @@ class LeadingRunner(RankRunner):
     def close(self) -> None:
         super().close()
         self._followers.close()
-        self._graphs = self._passes = None  # first: NCCL's end waits for graphs that hold its sums
+        # First, and those in cycles too, of other runners of the model as well: NCCL's end waits for every
+        # graph that holds its sums.
+        self._graphs = self._passes = None
+        gc.collect()
         self._parallel.close()
 
 

@@ -22,6 +22,7 @@ from contracts.errors import EngineError
 from contracts.media import MediaItem, Prompt
 from contracts.messages import EmbeddingsNeeded, Failed, Generate, Generated
 from contracts.params import SamplingParams
+from lm_engine import parallel
 from lm_engine.engine import LMEngine
 from lm_engine.parallel import OneRank, RankGroup, ShardedWeights, shard_config
 from lm_engine.plan import Admission, SequenceStep, SpanPiece, StepPlan
@@ -179,10 +180,13 @@ def test_a_rank_adds_nothing_up_while_it_is_apart() -> None:
 
 
 def test_rank_0_parts_when_the_others_are_told_and_no_graph_is_left(tmp_path: Path) -> None:
-    """NCCL's end waits for every graph that holds sums."""
+    """NCCL's end waits for every graph that holds sums, those of cycles too."""
 
     class Graphs:
         max_rows = 1
+
+        def __init__(self) -> None:
+            self.itself = self
 
         def compile_all(self) -> None: ...
 
@@ -205,6 +209,23 @@ def test_rank_0_parts_when_the_others_are_told_and_no_graph_is_left(tmp_path: Pa
     runner.close()
     assert told == ["reaped", [None, None]]
     engine.close()
+
+
+def test_an_end_that_waits_for_a_graph_which_is_left_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = threading.Event()
+
+    class Group:
+        def __del__(self) -> None:
+            gone.wait()
+
+    group, _ = two_groups()
+    group._group = Group()
+    monkeypatch.setattr(parallel, "CLOSE_LIMIT_S", 0.01)
+    group.close()
+    assert "NCCL has not ended" in caplog.text
+    gone.set()
 
 
 def test_graphs_are_compiled_apart_and_captured_together(tmp_path: Path) -> None:
