@@ -218,8 +218,8 @@ def test_answers_are_true_of_the_scene():
     answers = {(e.task, e.question): e.answer for e in (ask(scene, rng) for _ in range(3000))}
     assert answers["colour", "What colour is the circle?"] == "The circle is red."
     assert answers["shape", "Which shape is blue?"] == "The blue object is a star."
-    assert answers["count", "How many objects are there?"] == "I see two objects."
-    assert answers["count", "How many stars are there?"] == "I see one star."
+    assert answers["count", "How many objects are there?"] == "The number of objects is two."
+    assert answers["count", "How many stars are there?"] == "The number of stars is one."
     assert answers["position", "Where is the circle?"] == "The circle is at the top left."
     assert answers["position", "Is the circle to the left of the star?"] == "Yes."
     assert (

@@ -30,7 +30,7 @@ KINDS = {
 ASKED = tuple(f"{task}.{kind}" if kind else task for task in TASKS for kind in KINDS.get(task, ("",)))
 SHORT_WORD = 5  # letters at most
 UNKNOWN = "I do not know."
-_NUMBERS = ("no", *COUNTS, "six")
+_NUMBERS = ("zero", *COUNTS, "six")
 
 
 @dataclass(frozen=True)
@@ -155,24 +155,24 @@ def _shape(scene: Scene, rng: random.Random) -> Exchange | None:
     )
 
 
-def _i_see(count: int, one: str, many: str) -> str:
-    return f"I see {_NUMBERS[count]} {one if count == 1 else many}."
+def _number_of(count: int, many: str) -> str:
+    return f"The number of {many} is {_NUMBERS[count]}."
 
 
 def _count(scene: Scene, rng: random.Random) -> Exchange | None:
     how = rng.random()
     if how < 0.55:
         shape = max(SHAPES, key=scene.counted) if rng.random() < 0.6 else rng.choice(scene.things).shape
-        kind, count, one, many = "shape", scene.counted(shape), shape, SHAPES[shape]
+        kind, count, many = "shape", scene.counted(shape), SHAPES[shape]
     elif how < 0.7:
         colour = rng.choice(scene.things).colour
         count = sum(thing.colour == colour for thing in scene.things)
-        kind, one, many = "colour", f"{colour} object", f"{colour} objects"
+        kind, many = "colour", f"{colour} objects"
     elif how < 0.9:
-        kind, count, one, many = "all", len(scene.things), "object", "objects"
+        kind, count, many = "all", len(scene.things), "objects"
     else:
         shape = rng.choice([name for name in SHAPES if not scene.counted(name)])
-        kind, count, one, many = "none", 0, shape, SHAPES[shape]
+        kind, count, many = "none", 0, SHAPES[shape]
     if count > len(COUNTS):
         return None
     question = rng.choice(
@@ -183,7 +183,7 @@ def _count(scene: Scene, rng: random.Random) -> Exchange | None:
             f"Count the {many}.",
         )
     )
-    return Exchange("count", question, _i_see(count, one, many), kind=kind)
+    return Exchange("count", question, _number_of(count, many), kind=kind)
 
 
 _PREPOSITIONS = {"centre": "in", "left": "on", "right": "on"}  # as people ask
