@@ -17,25 +17,27 @@ from benchmarks.components.run_loads import (
 )
 from benchmarks.components.run_processes import Run, try_part
 from benchmarks.components.run_servers import CHAT_MODEL, Running, Server, servers
-from benchmarks.text_table import number, render
+from benchmarks.text_table import render
 
 EVERYTHING = "everything on"
 # What `omnistage serve --set` takes. "reference" is the plain path of all kernels, without graphs.
 SWITCHES: dict[str, tuple[str, ...]] = {
     EVERYTHING: (),
-    "no CUDA graphs": ("thinker.cuda_graphs=false",),
-    "no step ahead": ("thinker.overlap=false",),
-    "no prefix cache": ("thinker.prefix_cache=false",),
-    "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
-    "steps of 2,048 beside decodes": ("thinker.mixed_step_tokens=2048",),
-    "pictures encoded one by one": ("vision.max_batch_items=1",),
     "an encoder that does not give way": ("vision.max_tokens_ahead=1000000",),
     "an encoder two pictures ahead": ("vision.max_tokens_ahead=2048",),
     "steps as large beside the encoder": ("thinker.encoder_step_tokens=1024",),
+    "steps of 1,664 beside decodes": ("thinker.mixed_step_tokens=1664",),
+    "steps of 2,048 beside decodes": ("thinker.mixed_step_tokens=2048",),
+    "pictures encoded one by one": ("vision.max_batch_items=1",),
+    "no step ahead": ("thinker.overlap=false",),
+    "no prefix cache": ("thinker.prefix_cache=false",),
+    "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
+    "no CUDA graphs": ("thinker.cuda_graphs=false",),
 }
 AT_ONCE = 3  # servers, each idle while another is measured
 MEMORY = ("vision.memory=8GiB", "vision.embedding_cache=1GiB", "thinker.memory=30GiB")
-CHAT_CASE, CHAT_LIMIT_S, DECODE_LIMIT_S = "8 users", 40.0, 30.0
+CASES, CHAT_LIMIT_S = ("8 users", "32 users"), 40.0
+HEADER = ["with one thing less or otherwise", "users", *CHAT_HEADER]
 
 
 def ablation(run: Run) -> None:
@@ -46,7 +48,7 @@ def ablation(run: Run) -> None:
         with servers(run, wanted) as there:
             for name, running in there.items():
                 try_part(run, f"ablation, {name}", partial(one_off, run, running, rows), limit_s=80)
-    run.show(render(["with one thing less", "TPOT ms", *CHAT_HEADER], rows))
+    run.show(render(HEADER, rows))
 
 
 def groups_of(names: list[str], size: int) -> Iterator[list[str]]:
@@ -61,18 +63,20 @@ def server_of(run: Run, name: str) -> Server:
 
 def one_off(run: Run, running: Running, rows: list[list[str]]) -> None:
     name = running.server.name
-    load = (QUICK_CASES if run.quick else CHAT_CASES)[CHAT_CASE]
-    tokens = 8 if run.quick else 128
-    alone = decode_report(run, f"decode 1 {name}", [running], "1", tokens, "--repeats", "2")
-    tpot = tpot_ms(alone["figures"][0]) if alone is not None else None
-    put(run, f"{name}: 1 stream, TPOT, ms", tpot)
-    chat = chat_report(run, running, (*load, "--seed", "1"), CHAT_LIMIT_S, f"{CHAT_CASE} {name}")
-    if chat is None:
-        rows.append([name, number(tpot), *["-"] * len(CHAT_HEADER)])
-        return
-    put(run, f"{name}: {CHAT_CASE}, req/s", summary(chat["throughput"], "requests_per_s"))
-    put(run, f"{name}: {CHAT_CASE}, TTFT warm p50, ms", summary(chat["latency"]["ttft_warm"], "p50"))
-    rows.append([name, number(tpot), *chat_cells(chat)])
+    alone = decode_report(run, f"decode 1 {name}", [running], "1", 8 if run.quick else 128, "--repeats", "2")
+    put(run, f"{name}: 1 stream, TPOT, ms", tpot_ms(alone["figures"][0]) if alone is not None else None)
+    for seed, case in enumerate(CASES, start=1):
+        load = (QUICK_CASES if run.quick else CHAT_CASES)[case]
+        chat = chat_report(run, running, (*load, "--seed", str(seed)), CHAT_LIMIT_S, f"{case} {name}")
+        if chat is None:
+            continue
+        latency = chat["latency"]
+        put(run, f"{name}, {case}: req/s", summary(chat["throughput"], "requests_per_s"))
+        put(run, f"{name}, {case}: TTFT cold p50, ms", summary(latency["ttft_cold"], "p50"))
+        put(run, f"{name}, {case}: TTFT warm p50, ms", summary(latency["ttft_warm"], "p50"))
+        put(run, f"{name}, {case}: ITL p99, ms", summary(latency["itl"], "p99"))
+        rows.append([name, case, *chat_cells(chat)])
+    run.show(render(HEADER, rows[-len(CASES) :]))
 
 
 def decode_steps(run: Run) -> None:
