@@ -229,7 +229,7 @@ def train(kit: Layout, *, stages: Sequence[str], seconds: float, out: Path, tria
         needed += [kit.assets / "encoder.safetensors", kit.libraries]
     if lacking := [str(path) for path in needed if not path.exists()]:
         raise SystemExit(f"the kit is not whole, {lacking} are not there: unpack every folder first")
-    num_gpus, num_cores = count_gpus(kit), os.cpu_count() or 1
+    num_gpus, num_cores = count_gpus(kit), len(os.sched_getaffinity(0))
     division = divide(stages, num_gpus, num_cores)
     print(f"GPUs {num_gpus}, {num_cores} cores: {division}", flush=True)
     for folder in (kit.seeing, kit.speaking, kit.hearing, kit.spoken, kit.heard, kit.logs):
