@@ -136,7 +136,7 @@ def tree_bytes() -> int:
     )
 
 
-def calls(folders: list[Path], root: str, seconds: int) -> list[str]:
+def calls(folders: list[Path], root: str, seconds: int, *, sees: bool = True) -> list[str]:
     """What to run there, a line a call: the machine stays as it is between them."""
     lines = []
     for folder in folders:
@@ -144,6 +144,7 @@ def calls(folders: list[Path], root: str, seconds: int) -> list[str]:
     lines[-1] = lines[-1].replace(": ", ": began=$(date +%s); ", 1)
     left = f"$(({seconds}-$(date +%s)+began))"
     lines[-1] += f" && python3 -m training.kit train {root} --seconds {left} --out $OUT"
+    lines[-1] += "" if sees else " --stages decoder talker"
     return lines
 
 
@@ -181,7 +182,7 @@ def main(given: argparse.Namespace) -> None:
     for folder in folders:
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{folder}: {size / 1e6:.1f} MB")
-    lines = calls(folders, "/tmp/kit", given.seconds)
+    lines = calls(folders, "/tmp/kit", given.seconds, sees=not given.blind)
     if given.hearing_alone:
         lines[-1] += " --stages hearing"
     print("\n".join(["then, one after the other:", *lines]))

@@ -154,7 +154,9 @@ class Training:
         kit = self._kit
         command = [sys.executable, "-m", "training.speaking.run", stage, str(kit.speaking)]
         command += ["--assets", str(kit.assets), "--corpus", str(kit.spoken)]
-        trial = ["--sizes", "tiny", "--hours", "0.001", "--batch", "2", "--rows", "512"]
+        trial = ["--hours", "0.001", "--batch", "2", "--rows", "512"]
+        if not any(kit.speaking.glob("talker-*.safetensors")):
+            trial += ["--sizes", "tiny"]  # what is gone on from has a size
         return command + (trial if self._trial else [])
 
     def _start_speakers(self) -> None:
