@@ -24,6 +24,7 @@ from training.speaking.sizes import Sizes
 from training.speaking.stepping import Figures, Stepper
 from training.speaking.table import TextTable
 from training.speaking.talker import TalkerNet
+from training.speaking.text_start import begin, sound_vectors
 from training.speaking.weights import Average, load_parts, save_parts
 
 NAME = "talker"
@@ -133,6 +134,11 @@ def train_talker(
     """`recorded`: by CUDA graphs, where there is a GPU."""
     device = table.rows_VX.device
     net = open_talker(folder, sizes, device)
+    if not load_parts(folder, NAME):
+        pieces = table.rows_VX[
+            torch.from_numpy(table.find(np.array(layout.pieces.ids))).long().to(device)
+        ].float()
+        begin(net.text_projection, pieces, sound_vectors(layout.pieces, sizes.talker.hidden_size).to(device))
     examples = Examples(sizes, table, device)
     optimizer = new_optimizer(list(net.parameters()), betas=(0.9, 0.95), weight_decay=0.05)
     clip, average = Clip(list(net.parameters())), Average(net, 0.998)
