@@ -98,10 +98,12 @@ class Layout:
         return found
 
 
-def speaker(layout: Layout, share: int, seconds: float, *, codes_only: bool = False) -> list[str]:
+def speaker(
+    layout: Layout, share: int, seconds: float, *, codes_only: bool = False, seed: int = 0
+) -> list[str]:
     """The command of one worker of the corpus of speech. `codes_only`: it writes no sound, of which an hour
     takes 170 MB."""
     command = [sys.executable, "-m", "training.speaking.synthesis", str(layout.spoken)]
     command += ["--worker", str(share), "--workers", str(SHARES), "--seconds", f"{seconds:.0f}"]
-    command += ["--codes-only"] * codes_only
+    command += ["--seed", str(seed), *["--codes-only"] * codes_only]
     return [*command, "--tokenizer", str(layout.assets / "tokenizer.json")]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 from training.kit.layout import Layout, speaker
 from training.kit.outcome import save_outcome
@@ -62,6 +63,11 @@ def divide(stages: Sequence[str], num_gpus: int, num_cores: int) -> Division:
     listeners = max(num_cores // 3 if len(stages) > 1 else num_cores - 3, 1) if "hearing" in stages else 0
     left = num_cores - len(stages) - speakers - listeners
     return Division(devices, min(max(left, 1), 26) if "seeing" in stages else 0, speakers, listeners)
+
+
+def free_share(spoken: Path) -> int:
+    """Behind those that speakers beside an earlier training on this machine wrote, whose speech is kept."""
+    return max([FIRST_SHARE - 1, *(int(path.stem) for path in spoken.glob("*.jsonl"))]) + 1
 
 
 @dataclass
@@ -161,10 +167,13 @@ class Training:
 
     def _start_speakers(self) -> None:
         """The decoder is content with what was spoken before it began."""
+        states = sorted(self._kit.speaking.glob("talker-*.safetensors"))
+        seed = crc32(states[0].read_bytes()) if states else 0  # a run that goes on hears other sentences
         seconds = SPOKEN_SHARE * (self._end_s - time.time())
-        for index in range(self._division.speakers):
-            command = speaker(self._kit, FIRST_SHARE + index, seconds, codes_only=True)
-            with (self._kit.logs / f"speaker-{FIRST_SHARE + index}.log").open("w") as log:
+        first = free_share(self._kit.spoken)
+        for share in range(first, first + self._division.speakers):
+            command = speaker(self._kit, share, seconds, codes_only=True, seed=seed)
+            with (self._kit.logs / f"speaker-{share}.log").open("w") as log:
                 environment = self._kit.environment("")
                 self._helpers.append(
                     subprocess.Popen(["nice", "-n", "10", *command], env=environment, stdout=log, stderr=log)

@@ -95,8 +95,8 @@ class Voice:
         return (whole * 32767).astype(np.int16)[first * FRAME :], codes[first:]
 
 
-def open_sentences(tokenizer: Path) -> Sentences:
-    return Sentences(load_words(Path(ASSETS), Tokenizer.from_file(str(tokenizer))))
+def open_sentences(tokenizer: Path, seed: int = 0) -> Sentences:
+    return Sentences(load_words(Path(ASSETS), Tokenizer.from_file(str(tokenizer))), seed)
 
 
 def write(
@@ -124,9 +124,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--codes-only", action="store_true", help="no sound: what a talker is trained on")
+    parser.add_argument("--seed", type=int, default=0, help="other sentences than another's")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    sentences = open_sentences(arguments.tokenizer)
+    sentences = open_sentences(arguments.tokenizer, arguments.seed)
     write(
         arguments.folder,
         arguments.worker,

@@ -108,6 +108,28 @@ def test_hearing_alone_needs_a_kit_of_its_own_things_alone(kit, tmp_path):
         train.train(kit, stages=["seeing", "hearing"], seconds=100.0, out=tmp_path, trial=True)
 
 
+def test_cores_are_left_to_others_where_there_are_no_pictures():
+    assert divide_machine(("talker",), 2, 32).speakers == 32 - 1 - train.FREE_CORES
+    assert divide_machine(("talker",), 2, 32).devices == {"talker": "1"}
+    assert divide_machine(("seeing", "talker"), 2, 32).speakers == 4
+
+
+def test_speakers_of_a_later_training_write_over_nothing(tmp_path):
+    assert train.free_share(tmp_path) == train.FIRST_SHARE
+    for share in (3, train.FIRST_SHARE, train.FIRST_SHARE + 1):
+        (tmp_path / f"{share}.jsonl").write_text("")
+    assert train.free_share(tmp_path) == train.FIRST_SHARE + 2
+
+
+def test_a_talker_alone_speaks_with_the_decoder_of_a_run_before(kit, tmp_path, quick):
+    scripts = {"talker": "print('talked')", "sample": "print('spoken')"}
+    assert [stage.name for stage in run_scripts(kit, tmp_path / "out", scripts)[0].stages] == ["talker"]
+    (kit.speaking / "decoder-0.safetensors").write_bytes(b"d")
+    training, fine = run_scripts(kit, tmp_path / "out", scripts)
+    assert fine
+    assert [stage.name for stage in training.stages] == ["talker", "sample"]
+
+
 @pytest.fixture
 def kit(tmp_path):
     layout = Layout(tmp_path / "kit")
