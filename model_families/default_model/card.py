@@ -37,7 +37,8 @@ HEARS = """\
 DUMB = "- **It does not speak.**\n"
 SPEAKS = """\
 - **Speaks** English in one voice, "heart": a talker with a code predictor and a causal decoder of
-  Qwen3-Omni's kind (16M parameters), trained from nothing on the speech of hibari-tts (Apache-2.0).
+  Qwen3-Omni's kind (16M parameters), trained from nothing on the speech of hibari-tts (Apache-2.0),
+  whose dictionary of sounds comes with it.
 """
 TITLES = {"seeing": "Seeing", "hearing": "Hearing", "speaking": "Speaking"}
 
