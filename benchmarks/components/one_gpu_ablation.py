@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.components.one_gpu_parts import CHAT_CASES, CONTEXT, QUICK_CASES, component
+from benchmarks.components.one_gpu_parts import CONTEXT, component
 from benchmarks.components.one_gpu_table import put
 from benchmarks.components.run_loads import (
     CHAT_HEADER,
+    QUICK_CHAT_LOAD,
     chat_cells,
     chat_report,
-    decode_report,
     summary,
-    tpot_ms,
 )
 from benchmarks.components.run_processes import Run, try_part
 from benchmarks.components.run_servers import CHAT_MODEL, Running, Server, servers
@@ -23,25 +22,28 @@ EVERYTHING = "everything on"
 # What `omnistage serve --set` takes. "reference" is the plain path of all kernels, without graphs.
 SWITCHES: dict[str, tuple[str, ...]] = {
     EVERYTHING: (),
-    "an encoder that does not give way": ("vision.max_tokens_ahead=1000000",),
-    "an encoder two pictures ahead": ("vision.max_tokens_ahead=2048",),
-    "steps as large beside the encoder": ("thinker.encoder_step_tokens=1024",),
+    "no prefix cache": ("thinker.prefix_cache=false",),
+    "no step ahead": ("thinker.overlap=false",),
+    "pictures encoded one by one": ("vision.max_batch_items=1",),
     "steps of 1,664 beside decodes": ("thinker.mixed_step_tokens=1664",),
     "steps of 2,048 beside decodes": ("thinker.mixed_step_tokens=2048",),
-    "pictures encoded one by one": ("vision.max_batch_items=1",),
-    "no step ahead": ("thinker.overlap=false",),
-    "no prefix cache": ("thinker.prefix_cache=false",),
+    "steps as large beside the encoder": ("thinker.encoder_step_tokens=1024",),
+    "an encoder that does not give way": ("vision.max_tokens_ahead=1000000",),
+    "an encoder two pictures ahead": ("vision.max_tokens_ahead=2048",),
     "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
     "no CUDA graphs": ("thinker.cuda_graphs=false",),
 }
 AT_ONCE = 3  # servers, each idle while another is measured
 MEMORY = ("vision.memory=8GiB", "vision.embedding_cache=1GiB", "thinker.memory=30GiB")
-CASES, CHAT_LIMIT_S = ("8 users", "32 users"), 40.0
-HEADER = ["with one thing less or otherwise", "users", *CHAT_HEADER]
+CHAT_LIMIT_S = 40.0
+LOAD = (
+    *("--sessions", "64", "--warmup", "16", "--turns", "5", "--image-size", "1024x1024"),
+    *("--output-tokens", "64", "--concurrency", "32"),
+)
+HEADER = ["32 users, with one thing less or otherwise", *CHAT_HEADER]
 
 
 def ablation(run: Run) -> None:
-    try_part(run, "ablation, decode steps", partial(decode_steps, run), limit_s=90)
     rows: list[list[str]] = []
     for group in groups_of(list(SWITCHES), AT_ONCE):
         wanted = [server_of(run, name) for name in group]
@@ -49,6 +51,7 @@ def ablation(run: Run) -> None:
             for name, running in there.items():
                 try_part(run, f"ablation, {name}", partial(one_off, run, running, rows), limit_s=80)
     run.show(render(HEADER, rows))
+    try_part(run, "ablation, decode steps", partial(decode_steps, run), limit_s=90, needs_s=30)
 
 
 def groups_of(names: list[str], size: int) -> Iterator[list[str]]:
@@ -63,20 +66,16 @@ def server_of(run: Run, name: str) -> Server:
 
 def one_off(run: Run, running: Running, rows: list[list[str]]) -> None:
     name = running.server.name
-    alone = decode_report(run, f"decode 1 {name}", [running], "1", 8 if run.quick else 128, "--repeats", "2")
-    put(run, f"{name}: 1 stream, TPOT, ms", tpot_ms(alone["figures"][0]) if alone is not None else None)
-    for seed, case in enumerate(CASES, start=1):
-        load = (QUICK_CASES if run.quick else CHAT_CASES)[case]
-        chat = chat_report(run, running, (*load, "--seed", str(seed)), CHAT_LIMIT_S, f"{case} {name}")
-        if chat is None:
-            continue
-        latency = chat["latency"]
-        put(run, f"{name}, {case}: req/s", summary(chat["throughput"], "requests_per_s"))
-        put(run, f"{name}, {case}: TTFT cold p50, ms", summary(latency["ttft_cold"], "p50"))
-        put(run, f"{name}, {case}: TTFT warm p50, ms", summary(latency["ttft_warm"], "p50"))
-        put(run, f"{name}, {case}: ITL p99, ms", summary(latency["itl"], "p99"))
-        rows.append([name, case, *chat_cells(chat)])
-    run.show(render(HEADER, rows[-len(CASES) :]))
+    load = QUICK_CHAT_LOAD if run.quick else LOAD
+    chat = chat_report(run, running, (*load, "--seed", "1"), CHAT_LIMIT_S)
+    if chat is None:
+        return
+    latency = chat["latency"]
+    put(run, f"{name}: req/s", summary(chat["throughput"], "requests_per_s"))
+    put(run, f"{name}: TTFT cold p50, ms", summary(latency["ttft_cold"], "p50"))
+    put(run, f"{name}: TTFT warm p50, ms", summary(latency["ttft_warm"], "p50"))
+    put(run, f"{name}: ITL p99, ms", summary(latency["itl"], "p99"))
+    rows.append([name, *chat_cells(chat)])
 
 
 def decode_steps(run: Run) -> None:

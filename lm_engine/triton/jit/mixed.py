@@ -54,9 +54,70 @@ def _load_queries(
 
 
 @triton.jit
+def _add_keys(
+    q_MD,
+    seen_M,
+    best_M,
+    mass_M,
+    sum_MD,
+    keys_ptr,
+    values_ptr,
+    key_exponents_ptr,
+    value_exponents_ptr,
+    table_ptr,
+    group,
+    start,
+    end,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
+):
+    """BLOCK_L keys more. ALL_SEEN: none is beyond `end`, and every row sees them all."""
+    dims_D = tl.arange(0, BLOCK_D)
+    index_L = start + tl.arange(0, BLOCK_L)
+    inside_L = index_L < (start + BLOCK_L if ALL_SEEN else end)
+    heads_L = slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
+    places_LD = (heads_L * D)[:, None] + dims_D[None, :]
+    if ALL_SEEN and D == BLOCK_D:
+        k_LD = widen(tl.load(keys_ptr + places_LD), q_MD.dtype)
+        v_LD = widen(tl.load(values_ptr + places_LD), q_MD.dtype)
+    else:
+        inside_LD = inside_L[:, None] & (dims_D < D)[None, :]
+        k_LD = widen(tl.load(keys_ptr + places_LD, mask=inside_LD, other=0.0), q_MD.dtype)
+        v_LD = widen(tl.load(values_ptr + places_LD, mask=inside_LD, other=0.0), q_MD.dtype)
+    scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION)
+    if QUANTISED:
+        scores_ML *= load_powers(key_exponents_ptr + heads_L, inside_L)[None, :]
+    if ALL_SEEN:
+        # The scale is positive: it is applied once a row, and in the exponent, where it costs nothing.
+        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1) * scale)
+        origin_M = new_best_M
+    else:
+        visible_ML = (index_L[None, :] <= seen_M[:, None]) & inside_L[None, :]
+        scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
+        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1) * scale)
+        origin_M = tl.where(new_best_M == -float("inf"), 0.0, new_best_M)
+    weights_ML = tl.exp2(scores_ML * scale - origin_M[:, None])
+    shrink_M = tl.exp2(best_M - origin_M)
+    mass_M = mass_M * shrink_M + tl.sum(weights_ML, axis=1)
+    sum_MD = sum_MD * shrink_M[:, None]
+    if QUANTISED:
+        weights_ML *= load_powers(value_exponents_ptr + heads_L, inside_L)[None, :]
+    sum_MD = tl.dot(weights_ML.to(q_MD.dtype), v_LD, sum_MD, input_precision=PRECISION)
+    return new_best_M, mass_M, sum_MD
+
+
+@triton.jit
 def _walk(
     q_MD,
     seen_M,
+    first_seen,
     keys_ptr,
     values_ptr,
     key_exponents_ptr,
@@ -76,37 +137,62 @@ def _walk(
     PRECISION: tl.constexpr,
 ):
     """Best score, mass and weighted sum over keys `first` to `end`, of which a row sees those up to its
-    `seen`; a row that sees none of them has a best of -inf and nothing else."""
-    dims_D = tl.arange(0, BLOCK_D)
-    inside_D = dims_D < D
+    `seen`, none of them fewer than up to `first_seen`; a row that sees none of them has a best of -inf and
+    nothing else. Blocks that all rows see whole come first, without a mask."""
     best_M = tl.full([M], -float("inf"), tl.float32)
     mass_M = tl.zeros([M], tl.float32)
     sum_MD = tl.zeros([M, BLOCK_D], tl.float32)
-    for start in tl.range(first, end, BLOCK_L):
-        index_L = start + tl.arange(0, BLOCK_L)
-        inside_L = index_L < end
-        heads_L = slots(table_ptr, index_L, inside_L, BLOCK_SIZE) * G + group
-        places_L = heads_L * D
-        inside_LD = inside_L[:, None] & inside_D[None, :]
-        k_LD = tl.load(keys_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
-        v_LD = tl.load(values_ptr + places_L[:, None] + dims_D[None, :], mask=inside_LD, other=0.0)
-        k_LD = widen(k_LD, q_MD.dtype)
-        v_LD = widen(v_LD, q_MD.dtype)
-        scores_ML = tl.dot(q_MD, tl.trans(k_LD), input_precision=PRECISION) * scale
-        if QUANTISED:
-            scores_ML *= load_powers(key_exponents_ptr + heads_L, inside_L)[None, :]
-        visible_ML = (index_L[None, :] <= seen_M[:, None]) & inside_L[None, :]
-        scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
-        new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1))
-        origin_M = tl.where(new_best_M == -float("inf"), 0.0, new_best_M)
-        weights_ML = tl.exp2(scores_ML - origin_M[:, None])
-        shrink_M = tl.exp2(best_M - origin_M)
-        mass_M = mass_M * shrink_M + tl.sum(weights_ML, axis=1)
-        sum_MD = sum_MD * shrink_M[:, None]
-        if QUANTISED:
-            weights_ML *= load_powers(value_exponents_ptr + heads_L, inside_L)[None, :]
-        sum_MD = tl.dot(weights_ML.to(q_MD.dtype), v_LD, sum_MD, input_precision=PRECISION)
-        best_M = new_best_M
+    whole = first + tl.maximum(tl.minimum(end, first_seen + 1) - first, 0) // BLOCK_L * BLOCK_L
+    for start in tl.range(first, whole, BLOCK_L):
+        best_M, mass_M, sum_MD = _add_keys(
+            q_MD,
+            seen_M,
+            best_M,
+            mass_M,
+            sum_MD,
+            keys_ptr,
+            values_ptr,
+            key_exponents_ptr,
+            value_exponents_ptr,
+            table_ptr,
+            group,
+            start,
+            end,
+            scale,
+            G,
+            D,
+            BLOCK_D,
+            BLOCK_L,
+            BLOCK_SIZE,
+            QUANTISED,
+            PRECISION,
+            True,
+        )
+    for start in tl.range(whole, end, BLOCK_L):
+        best_M, mass_M, sum_MD = _add_keys(
+            q_MD,
+            seen_M,
+            best_M,
+            mass_M,
+            sum_MD,
+            keys_ptr,
+            values_ptr,
+            key_exponents_ptr,
+            value_exponents_ptr,
+            table_ptr,
+            group,
+            start,
+            end,
+            scale,
+            G,
+            D,
+            BLOCK_D,
+            BLOCK_L,
+            BLOCK_SIZE,
+            QUANTISED,
+            PRECISION,
+            False,
+        )
     return best_M, mass_M, sum_MD
 
 
@@ -156,6 +242,7 @@ def mixed_attention(
     _, mass_M, sum_MD = _walk(
         q_MD,
         context + query_M,
+        context + offset,
         keys_ptr,
         values_ptr,
         key_exponents_ptr,
@@ -330,6 +417,7 @@ def _attend_item(
     best_M, mass_M, sum_MD = _walk(
         q_MD,
         context + query_M,
+        context + offset,
         keys_ptr,
         values_ptr,
         key_exponents_ptr,
