@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from contracts.capture import graph_bytes, release_unused
+from contracts.capture import graph_bytes, release_unused, synchronize
+from contracts.specs import ImageSpec
 from encoder_pool.batcher import BatchLimits
 from encoder_pool.cache import CacheConfig
+from encoder_pool.model import EncoderInput, EncoderModel
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from lm_engine.config import EngineConfig
 from lm_engine.devices import enter_device
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+REHEARSED_TOKENS = 8  # of a side
 Compiled = Callable[[], bool]  # blocks while kernels are compiled ahead; whether all of them were
 # A step is measured by what its process holds of the GPU, so no other stage may load meanwhile.
 _gpu_memory = threading.Lock()
@@ -90,6 +93,9 @@ def build_encoder_pool(
     stream_entry(
         device, priority=0
     )()  # of this thread, which runs the stage: steps of others do not wait for it
+    if stage_of(plan.stage) == "vision" and plan.device.startswith("cuda"):
+        with start_step(plan, "rehearsing a picture", tell):
+            rehearse(model, family.media_specs.image)
     cache = CacheConfig(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),
@@ -102,6 +108,18 @@ def build_encoder_pool(
     pool = EncoderPool(model, EncoderPoolConfig(limits=limits, cache=cache), plan.stage)
     dtype = str(plan.dtype).removeprefix("torch.")
     return pool, f"{plan.device}, {dtype}; embedding cache {cache.device_bytes / MIB:,.0f} MiB"
+
+
+def rehearse(model: EncoderModel, spec: ImageSpec | None) -> None:
+    """Encodes a small grey picture: libraries are loaded and kernels compiled in the first forward, for which
+    somebody's picture would wait more than a second."""
+    if spec is None:
+        return
+    side = REHEARSED_TOKENS * spec.merge_size
+    pixels = torch.full((side * spec.patch_size, side * spec.patch_size, 3), 128, dtype=torch.uint8)
+    model.encode([EncoderInput("image", pixels, (1, side, side), REHEARSED_TOKENS**2)])
+    if model.device.type == "cuda":
+        synchronize(model.device)
 
 
 def build_lm_engine(

@@ -27,6 +27,7 @@ from model_families.vision.attention import (
 )
 from model_families.vision.packing import Segments, pack_grids, window_order
 from model_families.vision.patchify import Patchifier
+from stages.build import REHEARSED_TOKENS, rehearse
 from tests.tiny_models import VISION_FAMILIES, build_tiny, reference_model
 
 CPU = torch.device("cpu")
@@ -277,3 +278,15 @@ def test_window_order_visits_windows_and_their_units_row_by_row():
                     expected_lengths.append(window.size * 4)
     assert order.tolist() == expected_order
     assert lengths.tolist() == expected_lengths
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_every_tower_takes_the_picture_of_its_rehearsal(family: str, tmp_path: Path) -> None:
+    folder = build_tiny(family, tmp_path / family, seed=3)
+    encoder = load(family, folder)
+    seen: list[torch.Tensor] = []
+    encode = encoder.encode
+    encoder.encode = lambda inputs: seen.extend(encode(inputs)) or seen
+    rehearse(encoder, spec_of(folder))
+    rehearse(encoder, None)
+    assert [tuple(found.shape) for found in seen] == [(REHEARSED_TOKENS**2, encoder.embedding_width)]
