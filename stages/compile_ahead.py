@@ -65,7 +65,11 @@ def start_compiling(plan: Plan, stages: Sequence[str], num_processes: int) -> Co
     targets = dict(plan.options.gpu_targets)
     names = [name for name in stages if _compiles(plan, name, targets)]
     touched = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not names or touched or threading.active_count() > 1:
+    if not names:
+        return None
+    if touched or threading.active_count() > 1:
+        what = "has touched a GPU" if touched else "has threads"
+        logger.warning("this process %s: kernels of %s are compiled as they come", what, ", ".join(names))
         return None
     stamp = _stamp(plan, names, targets)
     if stamp.exists():

@@ -11,6 +11,7 @@ import torch
 
 from contracts.specs import MediaLimits
 from lm_engine.model import KVDtype
+from stages.options import Connector as Connector
 from stages.options import DeploymentError as DeploymentError
 
 
@@ -159,9 +160,6 @@ class ClusterConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     address: str = ""
     port: int = 0
-
-
-Connector = Literal["inproc", "shm", "cuda_ipc", "nixl"]
 
 
 class EdgeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,9 @@ SWITCH_INTERVAL_S = 2e-4
 GPU_CONTROL = Path("/dev/nvidiactl")  # there with NVIDIA's driver, and in containers that were given a GPU
 
 
+Connector = Literal["inproc", "shm", "cuda_ipc", "nixl"]
+
+
 class DeploymentError(ValueError):
     """The deployment is wrong; the message names the stage or section and the field."""
 
@@ -45,6 +48,9 @@ class ServeOptions:
     deployment_text: str | None = None  # the deployment's content, for a machine that does not have the file
     gpu_memory: tuple[tuple[str, int], ...] = ()  # (GPU, bytes free before any stage loaded); (): ask them
     gpu_targets: tuple[tuple[str, GpuTarget], ...] = ()  # what kernels are to be compiled for, by GPU
+    # Of each edge (source, target), as the front process chose: who asks whether GPUs reach each other has
+    # touched them, and cannot be forked for compilers any more. (): choose.
+    connectors: tuple[tuple[str, str, Connector], ...] = ()
     assumed_gpu_memory: str | None = None  # of every GPU that is named, on another machine than this one
 
 
@@ -77,5 +83,6 @@ def for_machine(options: ServeOptions, machine: str) -> ServeOptions:
         deployment_text=text,
         gpu_memory=(),
         gpu_targets=(),
+        connectors=(),  # chosen there again: what they need may be missing there
         worker_token=None,
     )

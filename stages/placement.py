@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -73,7 +73,7 @@ def _in_this_process(deployment: Deployment) -> tuple[WorkerConfig, ...]:
 
 def choose_connectors(
     deployment: Deployment, edges: Sequence[tuple[str, str]], groups: Sequence[WorkerConfig]
-) -> Mapping[tuple[str, str], Connector]:
+) -> dict[tuple[str, str], Connector]:
     """Raises DeploymentError naming the edge and the field."""
     worker_of = {stage: group.name for group in groups for stage in group.stages}
     host_of = {stage: group.host for group in groups for stage in group.stages}

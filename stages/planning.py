@@ -118,9 +118,11 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
         memory = DeviceMemory.ask(devices)
         targets = tuple((gpu, target_of(torch.device(gpu))) for gpu in memory.free_at_start)
         options = replace(options, gpu_targets=targets)
-    connectors = choose_connectors(
-        deployment, _chunk_edges(running.pipeline), group_stages(deployment, options)
-    )
+    connectors = {(source, target): chosen for source, target, chosen in options.connectors}
+    if not connectors:
+        groups = group_stages(deployment, options)
+        connectors = choose_connectors(deployment, _chunk_edges(running.pipeline), groups)
+    chosen_by_edge = tuple((source, target, chosen) for (source, target), chosen in connectors.items())
     if check_memory and assumed is None:
         check_machine(here, connectors)
     pools = _device_pools(deployment, connectors)
@@ -139,7 +141,7 @@ def make_plan(options: ServeOptions, *, check_memory: bool = True, check_weights
         contexts=contexts,
         stages=tuple(plans),
         elsewhere=elsewhere,
-        options=replace(options, gpu_memory=tuple(memory.free_at_start.items())),
+        options=replace(options, gpu_memory=tuple(memory.free_at_start.items()), connectors=chosen_by_edge),
         pipeline=running.pipeline,
         connectors=connectors,
         replicas=running.replicas,

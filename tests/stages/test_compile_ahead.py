@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm_engine.gpu_target import GpuTarget
 from stages.compile_ahead import Compilation, _fork, start_compiling
@@ -81,6 +82,18 @@ def test_nothing_is_compiled_for_what_launches_nothing(tiny: Callable[..., Path]
     targets = () if fault == "no target" else (("cuda:0", GpuTarget((9, 0), 1)),)
     plan = replace(plan, options=replace(plan.options, gpu_targets=targets))
     assert start_compiling(plan, ["thinker"], 1) is None
+
+
+def test_a_process_that_cannot_be_forked_says_so(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    overrides = ("thinker.devices=cuda:0",)
+    options = ServeOptions(model=tiny("llama"), overrides=overrides, assumed_gpu_memory="80GiB")
+    plan = make_plan(options, check_memory=False)
+    plan = replace(plan, options=replace(plan.options, gpu_targets=(("cuda:0", GpuTarget((9, 0), 1)),)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert start_compiling(plan, ["thinker"], 1) is None
+    assert "has touched a GPU: kernels of thinker" in caplog.text
 
 
 def test_a_compiler_that_fails_is_told_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

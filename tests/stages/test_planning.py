@@ -20,7 +20,7 @@ from model_families.registry import open_family
 from stages import deployment_bounds, planning
 from stages.deployment import DeploymentError
 from stages.memory_plan import render_plan
-from stages.options import ServeOptions
+from stages.options import ServeOptions, for_machine
 from stages.planning import make_plan
 
 
@@ -215,6 +215,28 @@ def test_a_worker_that_starts_again_plans_as_before(large_omni: Path, one_gpu: C
     )
     assert sent == plan.options
     assert make_plan(sent, check_memory=False).stages == plan.stages
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_worker_asks_no_gpu_which_connectors_were_chosen(
+    large_omni: Path, one_gpu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    """Who has asked has touched a GPU: its kernels could not be compiled by forks of it any more."""
+    one_gpu(139 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reached)
+    overrides = tuple(setting.replace("cuda:0", "cuda:1") for setting in ON_GPU[3:])
+    options = ServeOptions(model=large_omni, overrides=ON_GPU[:3] + overrides, workers="per-stage")
+    plan = make_plan(options)
+    assert plan.connectors["thinker", "talker"] == ("cuda_ipc" if reached else "shm")
+
+    def ask(one: object, other: object) -> bool:
+        raise AssertionError("asked a GPU")
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", ask)
+    again = make_plan(for_machine(plan.options, ""), check_memory=False, check_weights=False)
+    assert again.connectors == plan.connectors
+    assert again.stages == plan.stages
 
 
 def _path(kind: type, value: object) -> object:
