@@ -221,7 +221,10 @@ def test_answers_are_true_of_the_scene():
     assert answers["count", "How many objects are there?"] == "The number of objects is two."
     assert answers["count", "How many stars are there?"] == "The number of stars is one."
     assert answers["position", "Where is the circle?"] == "The circle is at the top left."
-    assert answers["position", "Is the circle to the left of the star?"] == "Yes."
+    for asked in ("left", "right"):
+        question = f"Is the circle to the {asked} of the star?"
+        assert answers["position", question] == "The circle is to the left of the star."
+    assert answers["position", "Is the star above the circle?"] == "The star is below the circle."
     assert (
         answers["describe", "Describe this picture."] == "The picture shows one red circle and one blue star."
     )

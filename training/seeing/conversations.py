@@ -163,7 +163,7 @@ def _opening(words: Words, scenes: list[Scene], grid: Grid, rng: random.Random) 
     row.say((*words.opened("system"), *words.encode(rng.choice(SYSTEMS)), *words.closed()))
     if len(scenes) == 1:
         row.exchange(ask(scenes[0], rng), 1, text_first=rng.random() < 0.25)
-    elif rng.random() < 0.65:
+    elif rng.random() < 0.75:
         row.exchange(ask_about_two(scenes[0], scenes[1], rng), 2, text_first=rng.random() < 0.15)
     else:  # one picture after the other: a plain question is about the latest
         for scene in scenes:

@@ -161,10 +161,10 @@ def _number_of(count: int, many: str) -> str:
 
 def _count(scene: Scene, rng: random.Random) -> Exchange | None:
     how = rng.random()
-    if how < 0.55:
+    if how < 0.5:
         shape = max(SHAPES, key=scene.counted) if rng.random() < 0.6 else rng.choice(scene.things).shape
         kind, count, many = "shape", scene.counted(shape), SHAPES[shape]
-    elif how < 0.7:
+    elif how < 0.72:
         colour = rng.choice(scene.things).colour
         count = sum(thing.colour == colour for thing in scene.things)
         kind, many = "colour", f"{colour} objects"
@@ -198,13 +198,13 @@ def _position(scene: Scene, rng: random.Random) -> Exchange | None:
     if thing is None:
         return None
     how = rng.random()
-    if how < 0.5:
+    if how < 0.3:
         name = _name(scene, thing, rng)
         question = rng.choice(
             (f"Where is the {name}?", f"Where in the picture is the {name}?", f"Where do you see the {name}?")
         )
         return Exchange("position", question, f"The {name} is {_where(thing.place)}.", kind="where")
-    if how < 0.75:
+    if how < 0.65:
         place = thing.place if rng.random() < 0.8 else rng.choice(PLACES)
         there = [other for other in scene.things if other.place == place]
         if len(there) > 1 or _beside(scene, place):
@@ -222,23 +222,22 @@ def _beside(scene: Scene, place: str) -> bool:
     return any(place in thing.place.split() and thing.place != place for thing in scene.things)
 
 
+_SIDES = {True: ("to the left of", "to the right of"), False: ("above", "below")}  # by whether sideways
+
+
 def _relation(scene: Scene, thing: Thing, rng: random.Random) -> Exchange | None:
     other = _unique(scene, rng)
     if other is None or other == thing:
         return None
-    side, distance = rng.choice(
-        (
-            ("to the left of", other.x - thing.x),
-            ("to the right of", thing.x - other.x),
-            ("above", other.y - thing.y),
-            ("below", thing.y - other.y),
-        )
-    )
-    if abs(distance) < 0.15:
+    sideways = rng.random() < 0.6
+    (here, there), sides = ((thing.x, other.x) if sideways else (thing.y, other.y)), _SIDES[sideways]
+    if abs(there - here) < 0.15 or int(3 * here) == int(3 * there):  # a token says the third, no more
         return None
-    question = f"Is the {_name(scene, thing, rng)} {side} the {_name(scene, other, rng)}?"
-    kind = "upright" if side in ("above", "below") else "sideways"
-    return Exchange("position", question, "Yes." if distance > 0 else "No.", kind=kind)
+    name, beside = _name(scene, thing, rng), _name(scene, other, rng)
+    side = sides[0] if here < there else sides[1]
+    question = f"Is the {name} {rng.choice(sides)} the {beside}?"
+    kind = "sideways" if sideways else "upright"
+    return Exchange("position", question, f"The {name} is {side} the {beside}.", kind=kind)
 
 
 def _presence(scene: Scene, rng: random.Random) -> Exchange | None:
@@ -426,8 +425,8 @@ _ASKERS: dict[str, tuple[tuple[Asker, str], ...]] = {
         *[(_colour, "colour")] * 4,
         *[(_shape, "shape")] * 4,
         *[(_count, "count")] * 7,
-        *[(_position, "position")] * 7,
-        *[(_presence, "presence")] * 2,
+        *[(_position, "position")] * 12,
+        *[(_presence, "presence")] * 3,
         *[(_describe, "describe")] * 3,
         *[(_absent, "unknown")] * 2,
         (_unknowable, "unknown"),
