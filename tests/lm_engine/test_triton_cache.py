@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 
 import pytest
@@ -103,3 +105,21 @@ def test_variants_are_told_apart_as_triton_does() -> None:
     assert _kind(whole) == _kind(whole[16:]) != _kind(whole[1:])
     assert _kind(56) == _kind(40) != _kind(64)
     assert len({_kind(value) for value in (1, 16, 2, 0.5, None)}) == 5
+
+
+def test_what_a_kernel_is_called_in_the_cache_does_not_hang_on_those_before_it() -> None:
+    """Triton 3.6 and older put the constants of the functions that a kernel calls into its key only if another
+    kernel has been compiled with them before: what is compiled ahead in another order is not found."""
+    import lm_engine.triton.jit as jit
+
+    modules = [import_module(f"{jit.__name__}.{module.name}") for module in iter_modules(jit.__path__)]
+    functions = [
+        function
+        for module in [*modules, import_module("vocoder.jit")]
+        for function in vars(module).values()
+        if isinstance(function, triton.runtime.jit.JITFunction)
+    ]
+    assert len(functions) > 20
+    for function in functions:
+        assert function.cache_key
+        assert not function.used_global_vals, f"{function.__name__} reads a constant: write it out"

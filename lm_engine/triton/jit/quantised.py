@@ -3,15 +3,13 @@
 import triton
 import triton.language as tl
 
-MIN_EXPONENT: tl.constexpr = tl.constexpr(-126)
-
 
 @triton.jit
 def head_exponent(most):
     """int32 of the largest magnitudes: the least exponent with which they are at most 448."""
     bits = most.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    return tl.maximum(exponent, MIN_EXPONENT)
+    return tl.maximum(exponent, -126)
 
 
 @triton.jit
