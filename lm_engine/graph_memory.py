@@ -10,7 +10,7 @@ import torch
 
 from lm_engine.graphs import BATCH_SIZES
 from lm_engine.model import DecoderConfig
-from lm_engine.passes import TOKEN_SIZES
+from lm_engine.passes import SHORT_LENGTH, TOKEN_SIZES, pass_shapes
 
 _SCRATCH_BYTES = 64 << 20  # of kernels that cut a sum into parts, and of the library
 
@@ -24,5 +24,6 @@ def planned_graph_bytes(config: DecoderConfig, dtype: torch.dtype, *, max_sequen
     if moe is not None:  # sorted rows, and put back in float32
         width = max(width, moe.num_chosen * (6 * hidden + moe.intermediate_size))
     activations = TOKEN_SIZES[-1] * (width + 4 * hidden)
-    results = sum(TOKEN_SIZES) * hidden
+    shapes = pass_shapes(TOKEN_SIZES[-1], SHORT_LENGTH + 1)  # as many as of any longer context
+    results = sum(shape.num_tokens for shape in shapes) * hidden
     return logits + (activations + results) * dtype.itemsize + _SCRATCH_BYTES

@@ -6,7 +6,7 @@ Shapes: T tokens of the step, R rows of the request table, M blocks of a sequenc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,32 @@ TOKEN_SIZES = (
     *(16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024),
     *(1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048),
 )
+
+# A step whose sequences are all this short, in tokens, has a graph of its own, where attention splits no
+# keys; beyond so many tokens of a step it splits none anyway.
+SHORT_LENGTH = 1024
+MAX_SPLIT_TOKENS = 1024
+
+
+class PassShape(NamedTuple):
+    """What a graph is for: steps of so many tokens, padding included, over sequences of at most so many."""
+
+    num_tokens: int
+    max_length: int
+
+
+def pass_shapes(max_tokens: int, max_length: int) -> list[PassShape]:
+    """Of all steps up to `max_tokens`, the smallest first."""
+    return [
+        PassShape(num_tokens, length)
+        for num_tokens in TOKEN_SIZES
+        if num_tokens <= max_tokens
+        for length in (
+            (SHORT_LENGTH, max_length)
+            if num_tokens <= MAX_SPLIT_TOKENS and max_length > SHORT_LENGTH
+            else (max_length,)
+        )
+    ]
 
 
 class PassModel(Protocol):
@@ -74,7 +100,6 @@ class PaddedInputs:
         self, model: PassModel, table: RequestTable, max_tokens: int, width: int, dtype: torch.dtype
     ) -> None:
         device, num_rows = table.device, table.max_sequences
-        self.max_length = table.max_length
         self.hidden_TH = torch.zeros(max_tokens, width, dtype=dtype, device=device)
         axes = model.config.num_position_axes
         self.positions_AT = torch.zeros(axes, max_tokens, dtype=table.positions.dtype, device=device)
@@ -104,15 +129,15 @@ class PaddedInputs:
         for tensor in (self.hidden_TH, self.slots_T, self.starts_R, self.lengths_R):
             tensor.zero_()
 
-    def metadata(self, num_tokens: int) -> AttentionMetadata:
-        """Of a step of `num_tokens`, padding included, with every row of the table in it."""
+    def metadata(self, shape: PassShape) -> AttentionMetadata:
+        """Of a step with every row of the table in it."""
         return AttentionMetadata(
             query_starts=self.starts_R,
             sequence_lengths=self.lengths_R,
             block_tables=self.tables_RM,
-            slot_mapping=self.slots_T[:num_tokens],
-            max_query_length=num_tokens,
-            max_sequence_length=self.max_length,
+            slot_mapping=self.slots_T[: shape.num_tokens],
+            max_query_length=shape.num_tokens,
+            max_sequence_length=shape.max_length,
             host_query_starts=(),
             host_sequence_lengths=(),
             padded=True,
@@ -133,34 +158,34 @@ class PaddedPasses:
         self._model, self._attention, self._kv = model, attention, kv
         probe_1H = model.embed(torch.zeros(1, dtype=torch.int64, device=table.device))
         width = probe_1H.shape[-1]
-        self.sizes = [size for size in TOKEN_SIZES if size <= max_tokens]
-        self._inputs = PaddedInputs(model, table, self.sizes[-1], width, probe_1H.dtype)
+        self.shapes = pass_shapes(max_tokens, table.max_length)
+        self._inputs = PaddedInputs(model, table, self.shapes[-1].num_tokens, width, probe_1H.dtype)
 
     def takes(self, num_tokens: int, deepstack_KTH: Tensor | None) -> bool:
-        return deepstack_KTH is None and num_tokens <= self.sizes[-1]
+        return deepstack_KTH is None and num_tokens <= self.shapes[-1].num_tokens
 
     def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
-        num_tokens = hidden_TH.shape[0]
-        size = next(size for size in self.sizes if size >= num_tokens)
-        self._prepare(size)
-        self._inputs.write(hidden_TH, positions_AT, metadata, size)
-        return self.forward(size)[:num_tokens]
+        num_tokens, length = hidden_TH.shape[0], metadata.max_sequence_length
+        shape = next(s for s in self.shapes if s.num_tokens >= num_tokens and s.max_length >= length)
+        self._prepare(shape)
+        self._inputs.write(hidden_TH, positions_AT, metadata, shape.num_tokens)
+        return self.forward(shape)[:num_tokens]
 
     def capture_all(self) -> int:
         return 0
 
-    def _prepare(self, size: int) -> None:
-        """Called before the inputs of a step of `size` are written."""
+    def _prepare(self, shape: PassShape) -> None:
+        """Called before the inputs of a step of this shape are written."""
 
-    def forward(self, size: int) -> Tensor:
-        """Of what `run` has written, padded to `size`, which must be one of `sizes`."""
-        inputs = self._inputs
+    def forward(self, shape: PassShape) -> Tensor:
+        """Of what `run` has written, padded to `shape`, which must be one of `shapes`."""
+        inputs, size = self._inputs, shape.num_tokens
         return self._model.forward(
             inputs.hidden_TH[:size],
             inputs.positions_AT[:, :size],
             self._kv,
             self._attention,
-            inputs.metadata(size),
+            inputs.metadata(shape),
         )
 
 
@@ -179,23 +204,23 @@ class CapturedPasses(PaddedPasses):
     ) -> None:
         super().__init__(model, attention, kv, table, max_tokens)
         self._record = record or CudaRecorder(table.device)
-        self._captured: dict[int, tuple[Replay, Tensor]] = {}
+        self._captured: dict[PassShape, tuple[Replay, Tensor]] = {}
 
     def capture_all(self) -> int:
         with torch.inference_mode():
-            for size in sorted(set(self.sizes) - self._captured.keys(), reverse=True):
-                self._prepare(size)
+            for shape in sorted(set(self.shapes) - self._captured.keys(), reverse=True):
+                self._prepare(shape)
         return len(self._captured)
 
-    def _prepare(self, size: int) -> None:
+    def _prepare(self, shape: PassShape) -> None:
         """Recording runs the step, which spends its input and writes the cache: so before the inputs are
         written, and with none."""
-        if size not in self._captured:
+        if shape not in self._captured:
             self._inputs.clear()
-            self._captured[size] = self._record(lambda: super(CapturedPasses, self).forward(size))
+            self._captured[shape] = self._record(lambda: super(CapturedPasses, self).forward(shape))
 
-    def forward(self, size: int) -> Tensor:
-        replay, hidden_TH = self._captured[size]
+    def forward(self, shape: PassShape) -> Tensor:
+        replay, hidden_TH = self._captured[shape]
         replay()
         return hidden_TH
 

@@ -15,12 +15,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.components.kernel_cases import Bench, Case
-from lm_engine.attention.mixed import MIXED_PROGRAMS, MixedTile, choose_mixed_tile
+from lm_engine.attention.mixed import MIXED_PROGRAMS, MixedTile, choose_mixed_tile, choose_part_tile
 from lm_engine.attention.triton import DecodeTile, TritonAttention, choose_tile
 from lm_engine.decoder import DecoderStack
 from lm_engine.layers.kernels import HeadShape
 from lm_engine.model import AttentionMetadata
-from lm_engine.passes import TOKEN_SIZES
+from lm_engine.passes import SHORT_LENGTH, TOKEN_SIZES
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.launch import recording
 from lm_engine.triton.packed import attend_packed
@@ -85,12 +85,8 @@ class Variants(Bench):
     def mixed(self) -> Mixed:
         device = self.device
 
-        def capped(heads: HeadShape) -> MixedTile:
-            return replace(choose_mixed_tile(heads), max_registers=128)
-
-        def halved(heads: HeadShape) -> MixedTile:
-            tile = choose_mixed_tile(heads)
-            return replace(tile, queries=max(1, tile.queries // 2), num_warps=4)
+        def uncapped(heads: HeadShape) -> MixedTile:
+            return replace(choose_part_tile(heads), max_registers=None)
 
         if self.is_tiny:
             return {
@@ -99,14 +95,17 @@ class Variants(Bench):
             }
         return {
             "whole": TritonAttention(device, mixed_programs=None),
-            "whole, 128 registers": TritonAttention(device, mixed_programs=None, choose_mixed=capped),
-            "whole, half tiles": TritonAttention(device, mixed_programs=None, choose_mixed=halved),
+            "whole, large tiles": TritonAttention(device, mixed_programs=None, choose_mixed=uncapped),
+            "whole, large tiles, 128 registers": TritonAttention(
+                device, mixed_programs=None, choose_mixed=choose_part_tile
+            ),
             "132 parts": TritonAttention(device, mixed_programs=132),
             f"{MIXED_PROGRAMS} parts": TritonAttention(device),
             "528 parts": TritonAttention(device, mixed_programs=528),
-            "parts, 128 registers": TritonAttention(device, choose_mixed=capped),
-            "528 parts, 128 registers": TritonAttention(device, mixed_programs=528, choose_mixed=capped),
-            "parts, half tiles": TritonAttention(device, choose_mixed=halved),
+            "parts, all registers": TritonAttention(device, choose_part=uncapped),
+            "parts, half tiles": TritonAttention(device, choose_part=choose_mixed_tile),
+            "parts at once": TritonAttention(device, mixed_at_once=True),
+            "528 parts at once": TritonAttention(device, mixed_programs=528, mixed_at_once=True),
         }
 
     def padded(self, context: int, queries: list[int]) -> AttentionMetadata:
@@ -120,7 +119,7 @@ class Variants(Bench):
             sequence_lengths=functional.pad(found.sequence_lengths, (0, rows - len(queries))),
             block_tables=functional.pad(found.block_tables, (0, 0, 0, rows - len(queries))),
             slot_mapping=functional.pad(found.slot_mapping, (0, size - used)),
-            max_sequence_length=self.max_length,
+            max_sequence_length=SHORT_LENGTH if context <= SHORT_LENGTH else self.max_length,
             padded=True,
         )
 
@@ -133,7 +132,7 @@ class Variants(Bench):
         """Of no context: one prompt, and a step full of them."""
         ways = self.mixed()
         for count, length in ((1, self.shapes.context), (4, self.shapes.tokens // 4)):
-            names = [name for name in ways if "whole" in name or (count == 1 and "528" not in name)]
+            names = [name for name in ways if "whole" in name]
             yield from self.mixed_cases(
                 f"{count} prompts of {length}", length, [length] * count, {name: ways[name] for name in names}
             )
@@ -175,7 +174,7 @@ class Variants(Bench):
         hidden_TH = self.normal(size, s.hidden)
         positions_AT = torch.zeros(1, size, device=self.device)
         for way, attention in self.mixed().items():
-            if way not in ("whole", f"{MIXED_PROGRAMS} parts", "parts, 128 registers"):
+            if way not in ("whole", f"{MIXED_PROGRAMS} parts", "parts at once"):
                 continue
             stack = DecoderStack(config, _Normal(self), TritonKernels(self.device, attention))
             turns = stack.turns(positions_AT)

@@ -14,12 +14,15 @@ from torch import Tensor
 
 from lm_engine.layers.kernels import HeadShape
 from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.passes import MAX_SPLIT_TOKENS, SHORT_LENGTH
 from lm_engine.triton.jit.mixed import attend_parts, merge_parts, mixed_attention, plan_parts
 from lm_engine.triton.launch import Value, dot_precision, interpreted, launch, launch_options, next_power
 
 LOG2_E = math.log2(math.e)
 MIXED_PROGRAMS = 264  # two for each multiprocessor of an H200
-_TILE_ROWS = 128  # queries times heads of a tile
+_TILE_ROWS = 64  # queries times heads of a tile that walks alone: two or three on a multiprocessor
+_PART_ROWS = 128  # of one whose keys are split; with as few registers as let two share a multiprocessor
+_PART_REGISTERS = 128
 _LEAST_BLOCKS = 4  # of keys in a part: fewer cost less than the merge
 _PLANNED = 128  # sequences, items or tokens that a planning program looks at together
 _MERGED_VALUES = 8192  # that a merging program holds
@@ -32,16 +35,27 @@ class MixedTile:
     keys: int
     dims: int  # of a head, padded
     num_warps: int
-    max_registers: int | None = None  # of a thread; None: as many as it asks for
+    max_registers: int | None = None  # of a thread, for 16-bit values alone; None: as many as it asks for
 
 
 def choose_mixed_tile(heads: HeadShape) -> MixedTile:
+    """As measured on an H200, as is `choose_part_tile`."""
+    return _tile(heads, _TILE_ROWS, None)
+
+
+def choose_part_tile(heads: HeadShape) -> MixedTile:
+    return _tile(heads, _PART_ROWS, _PART_REGISTERS)
+
+
+def _tile(heads: HeadShape, rows: int, max_registers: int | None) -> MixedTile:
     block_h = next_power(heads.num_heads // heads.num_kv_heads)
     block_d = max(next_power(heads.head_dim), 16)
-    rows = 64 if interpreted() else _TILE_ROWS if block_d <= 128 else _TILE_ROWS // 2
+    if interpreted() or block_d > 128:
+        rows = min(rows, 64)
     queries = max(rows // block_h, 1)
     num_warps = 8 if queries * block_h >= 128 else 4
-    return MixedTile(queries, block_h, 64 if block_d <= 128 else 32, block_d, num_warps)
+    registers = max_registers if num_warps == 8 else None
+    return MixedTile(queries, block_h, 64 if block_d <= 128 else 32, block_d, num_warps, registers)
 
 
 def exponents(kv: PagedKV | None, layer: int) -> tuple[Tensor | None, Tensor | None]:
@@ -101,16 +115,17 @@ class MixedParts:
     device alone may know: a plan is made there at the first layer, in buffers as large as any plan of so many
     tokens. One step at a time on one stream."""
 
-    def __init__(self, num_programs: int) -> None:
-        self._num_programs = num_programs
+    def __init__(self, num_programs: int, at_once: bool) -> None:
+        """`at_once`: rather longer parts than more than `num_programs`, which then end together."""
+        self._num_programs, self._at_once = num_programs, at_once
         self._plan: _Plan | None = None
 
     def takes(self, num_tokens: int, heads: HeadShape, tile: MixedTile, metadata: AttentionMetadata) -> bool:
-        """Not where tiles are half of the programs, nor where nothing is long enough to be split."""
+        """Not where tiles are half of the programs, nor where all are so short that plan and merge cost more than
+        the walk."""
         num_tiles = num_tokens // tile.queries * heads.num_kv_heads
-        return (
-            num_tiles < self._num_programs // 2 and metadata.max_sequence_length > _least_blocks() * tile.keys
-        )
+        few = num_tiles < self._num_programs // 2 and num_tokens <= MAX_SPLIT_TOKENS
+        return few and metadata.max_sequence_length > (tile.keys if interpreted() else SHORT_LENGTH)
 
     def attend(
         self,
@@ -201,6 +216,7 @@ class MixedParts:
             items_6I.shape[1],
             TARGET=target,
             LEAST=_least_blocks(),
+            AT_ONCE=self._at_once,
             BLOCK_Q=tile.queries,
             BLOCK_L=tile.keys,
             BLOCK_R=_PLANNED,
@@ -217,7 +233,7 @@ def _least_blocks() -> int:
 
 def _tile_options(heads: HeadShape, tile: MixedTile, kv: PagedKV, q_TX: Tensor) -> dict[str, Value]:
     limits: dict[str, Value] = {}
-    if tile.max_registers is not None:
+    if tile.max_registers is not None and q_TX.itemsize <= 2 and not kv.is_quantised:
         limits["maxnreg"] = tile.max_registers
     return {
         "H": heads.num_heads // heads.num_kv_heads,

@@ -19,6 +19,7 @@ from lm_engine.attention.mixed import (
     MixedTile,
     attend_whole,
     choose_mixed_tile,
+    choose_part_tile,
     exponents,
 )
 from lm_engine.attention.reference import write_kv
@@ -30,7 +31,8 @@ from lm_engine.triton.launch import dot_precision, has_fp8, interpreted, launch,
 
 _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
 _MAX_SPLITS = 64
-_FEW_PROGRAMS = 132  # about one for each multiprocessor: below it, more splits
+_PROGRAMS = 264  # wanted of a step: about two for each multiprocessor
+_FEW_PAIRS = 32  # up to here no more than those, beyond no fewer
 
 
 class TritonAttention:
@@ -43,14 +45,17 @@ class TritonAttention:
         device: torch.device,
         *,
         mixed_programs: int | None = MIXED_PROGRAMS,
+        mixed_at_once: bool = False,
         choose_mixed: Callable[[HeadShape], MixedTile] = choose_mixed_tile,
+        choose_part: Callable[[HeadShape], MixedTile] = choose_part_tile,
         choose_decode: Callable[[int, int, int], DecodeTile] | None = None,
     ) -> None:
-        """`mixed_programs`: about so many share the keys of a mixed step. None: one for each tile of
-        queries. Tiles are chosen as measured, by `choose_mixed_tile` and `choose_tile`, unless told
-        otherwise."""
-        self._choose_mixed, self._choose_decode = choose_mixed, choose_decode or choose_tile
-        self._parts = None if mixed_programs is None else MixedParts(mixed_programs)
+        """`mixed_programs`: about so many share the keys of a mixed step, and with `mixed_at_once` no more. None:
+        one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
+        `choose_part_tile` and `choose_tile` (decodes), unless told otherwise."""
+        self._choose_mixed, self._choose_part = choose_mixed, choose_part
+        self._choose_decode = choose_decode or choose_tile
+        self._parts = None if mixed_programs is None else MixedParts(mixed_programs, mixed_at_once)
         self.kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8") if has_fp8(device) else ("auto",)
         self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
 
@@ -96,11 +101,11 @@ class TritonAttention:
     ) -> Tensor:
         """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
         out_TX = q_TX.new_empty(q_TX.shape[0], heads.num_heads * heads.head_dim)
-        tile = self._choose_mixed(heads)
-        if self._parts is not None and self._parts.takes(q_TX.shape[0], heads, tile, metadata):
-            self._parts.attend(q_TX, out_TX, heads, tile, kv, layer, metadata)
+        part = self._choose_part(heads)
+        if self._parts is not None and self._parts.takes(q_TX.shape[0], heads, part, metadata):
+            self._parts.attend(q_TX, out_TX, heads, part, kv, layer, metadata)
         else:
-            attend_whole(q_TX, out_TX, heads, tile, kv, layer, metadata)
+            attend_whole(q_TX, out_TX, heads, self._choose_mixed(heads), kv, layer, metadata)
         return out_TX
 
     def _attend_decodes(
@@ -183,7 +188,9 @@ class DecodeTile:
 def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
     """As measured on an H200. Few warps: a tile's work is small, and warps wait for each other. Splits are a
     power of two, so that few kernels are compiled."""
-    wanted = next_power(max(1, -(-2 * _FEW_PROGRAMS // num_pairs)))
+    wanted = next_power(max(1, -(-_PROGRAMS // num_pairs)))
+    if num_pairs <= _FEW_PAIRS and wanted * num_pairs > _PROGRAMS:
+        wanted //= 2
     keys, num_warps = (64, 2) if wanted > 1 else (128, 8)
     if head_dim > 128:
         keys //= 2

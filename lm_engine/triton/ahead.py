@@ -14,7 +14,7 @@ from lm_engine.gpu_target import GpuTarget
 from lm_engine.graphs import CapturedDecodes
 from lm_engine.memory import allocate_kv
 from lm_engine.model import DecoderConfig, DecoderModel, KVDtype, PagedKV
-from lm_engine.passes import TOKEN_SIZES, PaddedPasses
+from lm_engine.passes import PaddedPasses
 from lm_engine.request_table import RequestTable
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.talker.model import TalkerModel
@@ -81,8 +81,8 @@ def decoder_launches(
         for size in decodes.missing():
             decodes.run_once(size)
         passes = PaddedPasses(model, model.attention, kv, table)
-        for num_tokens in TOKEN_SIZES:
-            passes.forward(num_tokens)
+        for shape in passes.shapes:
+            passes.forward(shape)
     return list(launches.values())
 
 
@@ -101,8 +101,8 @@ def talker_launches(
         for size in frames.missing():
             frames.run_once(size)
         passes = PaddedPasses(PromptModel(model), model.attention, kv, table, MAX_PROMPT_ROWS)
-        for num_rows in passes.sizes:
-            passes.forward(num_rows)
+        for shape in passes.shapes:
+            passes.forward(shape)
     return list(launches.values())
 
 

@@ -152,8 +152,9 @@ def run_steps(
         hidden_RH = model.forward(hidden_RH, buffers.positions_AR, kv, model.attention, buffers.metadata)
         draw(model.logits(hidden_RH), buffers, table, arrivals_R)
     passes = PaddedPasses(model, model.attention, kv, table)
-    for num_tokens in tokens:
-        passes.forward(num_tokens)
+    for shape in passes.shapes:
+        if shape.num_tokens in tokens:
+            passes.forward(shape)
 
 
 def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...]) -> None:
@@ -174,8 +175,9 @@ def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...])
     for batch in batches:
         frames._capture(batch)
     passes = PaddedPasses(PromptModel(model), model.attention, kv, table, MAX_PROMPT_ROWS)
-    for num_rows in prompts:
-        passes.forward(num_rows)
+    for shape in passes.shapes:
+        if shape.num_tokens in prompts:
+            passes.forward(shape)
 
 
 @triton.jit

@@ -108,8 +108,8 @@ def test_variants_are_told_apart_as_triton_does() -> None:
 
 
 def test_what_a_kernel_is_called_in_the_cache_does_not_hang_on_those_before_it() -> None:
-    """Triton 3.6 and older put the constants of the functions that a kernel calls into its key only if another
-    kernel has been compiled with them before: what is compiled ahead in another order is not found."""
+    """Older versions of Triton put constants of the functions that a kernel calls into its key only if
+    another kernel has been compiled with them before: in another order, what was compiled is not found."""
     from lm_engine.triton import jit
 
     modules = [import_module(f"{jit.__name__}.{module.name}") for module in iter_modules(jit.__path__)]

@@ -200,7 +200,8 @@ LENGTHS = {
     # Of decodes and chunks, some split and some not; a tile that begins where a part does.
     "long": [(300, 20), (515, 1), (0, 37), (37, 3), (2, 1), (257, 64), (260, 1)],
 }
-MIXED_PROGRAMS = (None, 264, 48)  # tiles whole, in the shortest parts, and in longer ones
+# Tiles whole, in the shortest parts, in longer ones, and in no more than so many.
+MIXED_PROGRAMS = ((None, False), (264, False), (48, False), (48, True))
 
 
 def on_device(case):
@@ -223,7 +224,7 @@ def on_device(case):
 def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block_size, programs):
     shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "block_size": block_size, "dtype": dtype}
     case = on_device(Case(LENGTHS[mix], **shape))
-    found, kv = case.attend(TritonAttention(DEVICE, mixed_programs=programs))
+    found, kv = case.attend(TritonAttention(DEVICE, mixed_programs=programs[0], mixed_at_once=programs[1]))
     assert_near(found, case.dense(), dtype)
     _, expected_kv = case.attend(SequenceAttention())
     assert torch.equal(kv.keys, expected_kv.keys)
@@ -263,7 +264,7 @@ def test_a_padded_step_leaves_zeros_where_there_is_no_sequence(programs):
     """Rows of no tokens before and behind; lengths that the host does not know. Another step in the same
     buffers afterwards: its plan is a new one."""
     num_tokens, num_rows = 160, 12
-    attention = TritonAttention(DEVICE, mixed_programs=programs)
+    attention = TritonAttention(DEVICE, mixed_programs=programs[0], mixed_at_once=programs[1])
     cases = [
         on_device(Case(lengths, block_size=16, heads=6, groups=2, head_dim=16))
         for lengths in (LENGTHS["long"], [(400, 90), (3, 1)])

@@ -266,9 +266,11 @@ def mixed_attention(
 
 
 @triton.jit
-def _splits_of(count, length, blocks_per_split, BLOCK_L: tl.constexpr):
-    """Of each tile of a sequence. A decode's blocks of keys weigh half: a tile of one query."""
-    return tl.cdiv(tl.cdiv(length, BLOCK_L), tl.where(count == 1, 2, 1) * blocks_per_split)
+def _splits_of(count, length, blocks_per_split, AT_ONCE: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Of each tile of a sequence. A decode's blocks of keys weigh half: a tile of one query. Not so AT_ONCE:
+    programs wait for keys rather than compute then."""
+    weight = 1 if AT_ONCE else tl.where(count == 1, 2, 1)
+    return tl.cdiv(tl.cdiv(length, BLOCK_L), weight * blocks_per_split)
 
 
 @triton.jit
@@ -302,6 +304,7 @@ def plan_parts(
     num_items,
     TARGET: tl.constexpr,
     LEAST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -312,24 +315,43 @@ def plan_parts(
     left of both as empty.
 
     A part has as many blocks of keys, at least LEAST, as make all of them about TARGET more than there are
-    tiles. `items` is [6, I]: sequence (-1: none), first query, first key, end of keys, parts of its tile,
+    tiles; AT_ONCE: no more than TARGET, if there are no more tiles.
+    `items` is [6, I]: sequence (-1: none), first query, first key, end of keys, parts of its tile,
     place of the first query's part. `tokens` is [3, T]: place of the first part, distance to the next, how
     many.
     """
     after_predecessors(PDL)
     row = tl.program_id(0)
     work = 0  # of blocks, doubled
+    longest = 0
     for first in tl.range(0, num_sequences, BLOCK_R):
         rows_R = first + tl.arange(0, BLOCK_R)
         count_R, tiles_R, length_R = _load_rows(query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q)
-        work += tl.sum(tiles_R * tl.cdiv(length_R, BLOCK_L) * tl.where(count_R == 1, 1, 2), axis=0)
+        weight_R = 2 if AT_ONCE else tl.where(count_R == 1, 1, 2)
+        work += tl.sum(tiles_R * tl.cdiv(length_R, BLOCK_L) * weight_R, axis=0)
+        longest = tl.maximum(longest, tl.max(length_R, axis=0))
     blocks_per_split = tl.maximum(tl.cdiv(work, 2 * TARGET), LEAST)
+    if AT_ONCE:
+        num_items_planned = TARGET + 1
+        while (num_items_planned > TARGET) & (blocks_per_split * BLOCK_L < longest):
+            num_items_planned = 0
+            for first in tl.range(0, num_sequences, BLOCK_R):
+                rows_R = first + tl.arange(0, BLOCK_R)
+                count_R, tiles_R, length_R = _load_rows(
+                    query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q
+                )
+                splits_R = _splits_of(count_R, length_R, blocks_per_split, AT_ONCE, BLOCK_L)
+                num_items_planned += tl.sum(tiles_R * splits_R, axis=0)
+            if num_items_planned > TARGET:
+                blocks_per_split += tl.cdiv(blocks_per_split, 8)
     item = 0
     part = 0
     for first in tl.range(0, num_sequences, BLOCK_R):
         rows_R = first + tl.arange(0, BLOCK_R)
         count_R, tiles_R, length_R = _load_rows(query_starts_ptr, lengths_ptr, rows_R, num_sequences, BLOCK_Q)
-        splits_R = tl.where(rows_R < row, _splits_of(count_R, length_R, blocks_per_split, BLOCK_L), 0)
+        splits_R = tl.where(
+            rows_R < row, _splits_of(count_R, length_R, blocks_per_split, AT_ONCE, BLOCK_L), 0
+        )
         item += tl.sum(tiles_R * splits_R, axis=0)
         part += tl.sum(count_R * splits_R, axis=0)
     if row == num_sequences:
@@ -346,7 +368,7 @@ def plan_parts(
     if count == 0:
         return
     length = tl.load(lengths_ptr + row)
-    splits = _splits_of(count, length, blocks_per_split, BLOCK_L)
+    splits = _splits_of(count, length, blocks_per_split, AT_ONCE, BLOCK_L)
     own_items = tl.cdiv(count, BLOCK_Q) * splits
     for first in tl.range(0, own_items, BLOCK_T):
         index_T = first + tl.arange(0, BLOCK_T)
