@@ -36,7 +36,7 @@ FRAMES, PATCHES, TOWER_HEADS, TOWER_DIM, WINDOW = 8, 5476, 16, 80, 64
 PACKED_WAYS: dict[str, dict[str, int]] = {
     "": {},
     ", 128 keys": {"keys": 128},
-    ", 64 rows": {"rows": 64},
+    ", 128 rows": {"rows": 128},
 }
 
 Mixed = dict[str, TritonAttention]

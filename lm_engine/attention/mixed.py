@@ -121,8 +121,8 @@ class MixedParts:
         self._plan: _Plan | None = None
 
     def takes(self, num_tokens: int, heads: HeadShape, tile: MixedTile, metadata: AttentionMetadata) -> bool:
-        """Not where tiles are half of the programs, nor where all are so short that plan and merge cost more than
-        the walk."""
+        """Not where tiles are half of the programs, nor where all are so short that plan and merge cost
+        more than the walk."""
         num_tiles = num_tokens // tile.queries * heads.num_kv_heads
         few = num_tiles < self._num_programs // 2 and num_tokens <= MAX_SPLIT_TOKENS
         return few and metadata.max_sequence_length > (tile.keys if interpreted() else SHORT_LENGTH)

@@ -50,8 +50,8 @@ class TritonAttention:
         choose_part: Callable[[HeadShape], MixedTile] = choose_part_tile,
         choose_decode: Callable[[int, int, int], DecodeTile] | None = None,
     ) -> None:
-        """`mixed_programs`: about so many share the keys of a mixed step, and with `mixed_at_once` no more. None:
-        one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
+        """`mixed_programs`: about so many share the keys of a mixed step, and with `mixed_at_once` no more.
+        None: one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
         `choose_part_tile` and `choose_tile` (decodes), unless told otherwise."""
         self._choose_mixed, self._choose_part = choose_mixed, choose_part
         self._choose_decode = choose_decode or choose_tile

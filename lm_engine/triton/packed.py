@@ -24,7 +24,7 @@ def attend_packed(
     starts_S: Tensor,
     max_length: int,
     *,
-    rows: int = 128,
+    rows: int = 64,
     keys: int = 64,
     num_warps: int = 8,
     num_stages: int = 3,

@@ -1,4 +1,4 @@
-"""Attention over packed segments: the plain masked path, the one grouped by length, and the CUDA kernel.
+"""Attention over packed segments: the plain masked path, the one grouped by length, and the GPU kernels.
 
 Shapes: N packed rows, H heads, D head size.
 """
@@ -66,6 +66,30 @@ class VarlenAttention:
         out = self._kernel(q_NHD, k_NHD, v_NHD, segments.starts, segments.starts, longest, longest)
         assert isinstance(out, Tensor)
         return out
+
+
+class TritonPackedAttention:
+    """As `VarlenAttention`, for head sizes that it pads: those that are no power of two."""
+
+    name = "packed"
+
+    def __init__(self) -> None:
+        from lm_engine.triton.packed import attend_packed
+
+        self._attend = attend_packed
+
+    @staticmethod
+    def takes(dtype: torch.dtype, head_dim: int) -> bool:
+        half = dtype in (torch.float16, torch.bfloat16)
+        return half and 16 < head_dim <= 128 and head_dim & (head_dim - 1) != 0
+
+    def attend(self, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, segments: Segments) -> Tensor:
+        q, k, v = (_heads_side_by_side(x_NHD) for x_NHD in (q_NHD, k_NHD, v_NHD))
+        return self._attend(q, k, v, segments.starts, segments.max_length)
+
+
+def _heads_side_by_side(x_NHD: Tensor) -> Tensor:
+    return x_NHD if x_NHD.stride()[1:] == (x_NHD.shape[2], 1) else x_NHD.contiguous()
 
 
 def select_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedAttention:

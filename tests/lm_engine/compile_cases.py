@@ -238,7 +238,7 @@ def test_packed_attention(compiled):
     for max_length in (5476, 64):
         attend_packed(q_NHD, q_NHD, q_NHD, starts, max_length)
     check(compiled, "packed_attention")
-    assert len(compiled) == 2
+    assert len(compiled) == 1, "what one picture has compiled serves all"
 
 
 def test_draws_of_codes(compiled):

@@ -22,6 +22,7 @@ from model_families.qwen3_vl_moe import encoder as qwen3_vl_moe
 from model_families.vision.attention import (
     GroupedAttention,
     MaskedAttention,
+    TritonPackedAttention,
     VarlenAttention,
     select_attention,
 )
@@ -239,13 +240,14 @@ def test_frames_of_a_video_are_segments_of_their_own():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
-def test_the_varlen_kernel_equals_the_grouped_path(head_dim):
+@pytest.mark.parametrize("kernel", [VarlenAttention, TritonPackedAttention])
+def test_the_gpu_kernels_equal_the_grouped_path(kernel, head_dim):
     device = torch.device("cuda")
     lengths = [64] * 5 + [16, 1024, 16, 333]
     q, k, v = torch.randn(3, sum(lengths), 4, head_dim, device=device, dtype=torch.bfloat16)
     segments = Segments(np.array(lengths), device)
     assert isinstance(select_attention(device, q.dtype, head_dim), VarlenAttention)
-    fast = VarlenAttention().attend(q, k, v, segments)
+    fast = kernel().attend(q, k, v, segments)
     plain = GroupedAttention().attend(q.float(), k.float(), v.float(), segments)
     torch.testing.assert_close(fast.float(), plain, atol=2e-2, rtol=2e-2)
 
