@@ -296,8 +296,8 @@ def test_a_padded_step_leaves_zeros_where_there_is_no_sequence(programs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [80, 72, 32])
 def test_packed_attention_equals_dense(dtype, head_dim):
-    """Segments shorter and longer than a tile, out of a fused projection. Weights are rounded before they meet
-    the values: an error is as large as all that is added up, however much of it cancels out."""
+    """Segments shorter and longer than a tile, out of a fused projection. Weights are rounded before they
+    meet the values: an error is as large as all that is added up, however much of it cancels out."""
     lengths = (5, 16, 1, 37) if DEVICE.type == "cpu" else (5, 64, 1, 300, 128)
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     q, k, v = normal(sum(lengths), 3, 2, head_dim, dtype=dtype).unbind(1)
