@@ -6,7 +6,7 @@ Shapes: R rows of the step, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,11 @@ class DecodeGraphs(Protocol):
         """Captures what is not captured yet, one after another; returns the number of graphs."""
         ...
 
+    def capture_next(self) -> bool:
+        """Captures the largest batch that is not captured yet; False: all are. Smaller steps run as the
+        next larger captured batch, so that after the first call no step waits for a capture."""
+        ...
+
 
 def takes(graphs: DecodeGraphs, plan: StepPlan) -> bool:
     """Whether the plan is nothing but decodes that all sample."""
@@ -78,6 +83,12 @@ def bucket(num_rows: int, max_rows: int) -> int:
     return min(max_rows, next(size for size in (*BATCH_SIZES, max_rows) if size >= num_rows))
 
 
+def stand_in(size: int, captured: Iterable[int]) -> int:
+    """What a step of `size` runs as: the smallest captured batch that holds it, else itself, which is to be
+    captured. Padding takes less time than a capture, for which everybody would wait."""
+    return min((other for other in captured if other >= size), default=size)
+
+
 def compile_ahead(run: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
     """Runs all sizes once, on several threads. The first goes alone: most kernels are the same for all."""
     from lm_engine.triton.launch import compiling_ahead
@@ -100,7 +111,7 @@ class _Captured:
 class CapturedDecodes:
     """Borrows model, cache and table; their memory must stay where it is.
 
-    A step of R rows runs as the next larger captured batch. Padding rows compute one token into the scratch
+    A step of R rows runs as the next larger batch. Padding rows compute one token into the scratch
     block and write nothing else.
     """
 
@@ -115,7 +126,7 @@ class CapturedDecodes:
 
     def replay(self, packed_4R: np.ndarray) -> tuple[Tensor, Sampled]:
         num_rows = packed_4R.shape[1]
-        size = bucket(num_rows, self.max_rows)
+        size = stand_in(bucket(num_rows, self.max_rows), self._captured)
         captured = self._captured.get(size) or self._capture(size)
         padded_4B = np.zeros((4, size), dtype=np.int32)
         padded_4B[0] = -1
@@ -134,6 +145,13 @@ class CapturedDecodes:
             for size in self.missing():
                 self._capture(size)
         return len(self._captured)
+
+    def capture_next(self) -> bool:
+        missing = self.missing()
+        with torch.inference_mode():
+            for size in missing[:1]:
+                self._capture(size)
+        return bool(missing)
 
     def missing(self) -> list[int]:
         """Batches that are not captured yet, the largest first."""

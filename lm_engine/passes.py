@@ -82,6 +82,10 @@ class MixedPasses(Protocol):
         """Captures what is not captured yet; returns the number of graphs."""
         ...
 
+    def capture_next(self) -> bool:
+        """Captures the largest that is not captured yet; False: all are."""
+        ...
+
 
 def make_passes(
     model: DecoderModel, attention: AttentionBackend, kv: PagedKV, table: RequestTable
@@ -174,6 +178,9 @@ class PaddedPasses:
     def capture_all(self) -> int:
         return 0
 
+    def capture_next(self) -> bool:
+        return False
+
     def _prepare(self, shape: PassShape) -> None:
         """Called before the inputs of a step of this shape are written."""
 
@@ -207,10 +214,16 @@ class CapturedPasses(PaddedPasses):
         self._captured: dict[PassShape, tuple[Replay, Tensor]] = {}
 
     def capture_all(self) -> int:
-        with torch.inference_mode():
-            for shape in sorted(set(self.shapes) - self._captured.keys(), reverse=True):
-                self._prepare(shape)
+        while self.capture_next():
+            pass
         return len(self._captured)
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        missing = set(self.shapes) - self._captured.keys()
+        if missing:
+            self._prepare(max(missing))
+        return bool(missing)
 
     def _prepare(self, shape: PassShape) -> None:
         """Recording runs the step, which spends its input and writes the cache: so before the inputs are

@@ -193,6 +193,9 @@ class RankRunner(Runner):
         )
         self._parallel = parallel
 
+    def capture_between_steps(self) -> bool:
+        raise AssertionError("ranks capture in the same order")
+
     def _compile(self, graphs: DecodeGraphs) -> None:
         """Its steps run in any order, and for their kernels alone."""
         with self._parallel.apart():

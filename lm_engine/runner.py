@@ -16,6 +16,7 @@ from torch import Tensor
 
 from contracts.messages import TokenLogprobs
 from lm_engine.alignment import first_positions, smoothed
+from lm_engine.backlog import Backlog, capture_later
 from lm_engine.devices import enter_device
 from lm_engine.graphs import DecodeGraphs, make_decode_graphs, takes
 from lm_engine.host_copies import HostCopies
@@ -99,6 +100,7 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self._passes: MixedPasses | None = None
         self._decodes: NativeDecodes | None = None
+        self._backlog: Backlog | None = None
         if cuda_graphs and rule is None:
             self._graphs = make_decode_graphs(model, attention, kv, self.table)
             self._passes = make_passes(model, attention, kv, self.table)
@@ -128,11 +130,21 @@ class Runner:
 
         return self._launcher.submit(capture).result()
 
+    def capture_between_steps(self) -> bool:
+        """Captures the largest graphs now, in which smaller steps find room, and the others while steps run:
+        for a start that requests wait for, of kernels that are compiled. False: there are no graphs. Once,
+        and not beside other ranks, who would have to capture in the same order."""
+        assert self._backlog is None
+        self._backlog = capture_later(self._launcher, self._graphs, self._passes)
+        return self._backlog is not None
+
     def _compile(self, graphs: DecodeGraphs) -> None:
         graphs.compile_all()
 
     def close(self) -> None:
         """Finishes what was submitted, then ends the threads."""
+        if self._backlog is not None:
+            self._backlog.close()
         self._launcher.shutdown()
         self._collector.shutdown()
         if self._decodes is not None:

@@ -83,6 +83,24 @@ def _capturing(plan: StagePlan, graphs: str, tell: Tell) -> Iterator[None]:
     logger.info("stage %s: graphs planned %.0f MiB; the process's hold %.0f MiB", plan.stage, planned, held)
 
 
+def _capture(
+    runner: Runner | TalkerRunner,
+    kind: str,
+    plan: StagePlan,
+    tell: Tell,
+    compiled: Compiled | None,
+    *,
+    alone: bool = True,
+) -> str:
+    """What there is to say of its graphs. `alone`: not with other ranks, which capture the same in the same
+    order, see `build_following_runner`."""
+    with _capturing(plan, kind, tell):
+        if plan.starts_again and alone:
+            return f", {kind} graphs captured between steps" if runner.capture_between_steps() else ""
+        num_graphs = runner.capture_graphs(compiled=compiled is not None and compiled())
+    return f", {num_graphs} {kind} graphs" if num_graphs else ""
+
+
 def build_encoder_pool(
     family: Family, config: EncoderConfig, plan: StagePlan, tell: Tell = untold
 ) -> tuple[EncoderPool, str]:
@@ -161,13 +179,10 @@ def build_lm_engine(
             cuda_graphs=config.cuda_graphs,
             rule=rule,
         )
-    with _capturing(plan, "decode", tell):
-        # Rank by rank the same, see `build_following_runner`.
-        num_graphs = runner.capture_graphs(compiled=compiled is not None and compiled())
+    graphs = _capture(runner, "decode", plan, tell, compiled, alone=parallel is None)
     engine = LMEngine(
         _engine_config(family, config, plan, capacity, context_length), runner, family.positions
     )
-    graphs = f", {num_graphs} decode graphs" if num_graphs else ""
     where = _placement(plan) if parallel is None else f"{parallel.size} ranks, {_placement(plan)}"
     return engine, f"{where}, {model.attention.name} attention{graphs}; {capacity}"
 
@@ -251,10 +266,8 @@ def build_talker(
         model, kv, max_sequences=max_sequences, max_length=context_length, cuda_graphs=config.cuda_graphs
     )
     _wait_for(compiled, plan, tell)
-    with _capturing(plan, "frame", tell):
-        num_graphs = runner.capture_graphs(compiled=compiled is not None and compiled())
+    graphs = _capture(runner, "frame", plan, tell, compiled)
     engine = TalkerEngine(_bounds_of(config, plan, capacity, context_length, ()), model, runner)
-    graphs = f", {num_graphs} frame graphs" if num_graphs else ""
     return engine, f"{_placement(plan)}, {model.attention.name} attention{graphs}; {capacity}"
 
 

@@ -50,6 +50,7 @@ class StagePlan:
     rank: int = 0  # of a tensor-parallel stage
     kv_share: float = 0.0  # weight of its claim on what a GPU has left; 0: the cache is as large as it says
     num_kv_blocks: int = 0  # as an earlier start of the stage has measured; 0: none has
+    starts_again: bool = False  # in a worker that replaces one that was ready: requests may wait for it
     graphs: int = 0  # memory of CUDA graphs
     edges: int = 0  # device pools of the edges that it sends over
 

@@ -81,6 +81,10 @@ class Plan:
         stages = tuple(replace(s, num_kv_blocks=num_blocks.get(s.stage, 0)) for s in self.stages)
         return replace(self, stages=stages)
 
+    def starting_again(self) -> Plan:
+        """For a worker that replaces one that was ready."""
+        return replace(self, stages=tuple(replace(s, starts_again=True) for s in self.stages))
+
     def stage(self, name: str, rank: int = 0) -> StagePlan:
         return next(plan for plan in self.stages if (plan.stage, plan.rank) == (name, rank))
 

@@ -50,6 +50,7 @@ class SupervisorConfig:
     stop_grace_s: float = 10.0
     max_restarts: int = 20  # within `restart_window_s`; then the worker stays down
     restart_window_s: float = 300.0
+    max_hurried_restarts: int = 3  # within it; a later start leaves nothing for later
     max_failed_starts: int = 5  # in a row, of a worker that dies before it is ready; then it stays down
     failed_start_pause_s: float = 0.5  # doubled at each further one: what it needs may be free again soon
 
@@ -74,6 +75,7 @@ class _Worker:
     state: WorkerState = "starting"
     was_ready: bool = False  # in any of its lives
     restarts: int = 0
+    hurries: bool = False  # its next start: requests may wait for it
     restart_times: list[float] = field(default_factory=list)
     failed_starts: int = 0  # in a row
     timer: asyncio.TimerHandle | None = None  # when it counts as hung, or is to be started again
@@ -208,6 +210,7 @@ class Supervisor:
             threads=spec.threads,
             heartbeat_s=self._config.heartbeat_s,
             kv_blocks=worker.kv_blocks,
+            again=worker.hurries,
             checkpoint=self._checkpoint if spec.host else "",
         )
         fds = spec.fds + ((arena.fd,) if arena is not None else ())
@@ -250,6 +253,7 @@ class Supervisor:
             logger.error("worker %s died too often and stays down", worker.spec.name)
             return
         worker.restarts += 1
+        worker.hurries = worker.was_ready and len(recent) < config.max_hurried_restarts
         if worker.failed_starts == 0:
             self._spawn(worker)
         else:

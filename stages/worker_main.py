@@ -42,6 +42,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     threads: int  # 0: as many as there are cores
     heartbeat_s: float
     kv_blocks: dict[str, int]  # stage → what an earlier life of this worker has measured
+    again: bool = False  # it replaces one that was ready
     checkpoint: str = ""  # fingerprint of the front's, for a worker on another machine
     address: str = ""  # of this machine, as the others reach it; "": the route's own
 
@@ -52,6 +53,8 @@ class _Worker:
         self._outbox: Mailbox[FromStage] = Mailbox()
         plan = make_plan(setup.options, check_memory=False, check_weights=False)  # the front process did
         plan = plan.with_kv_blocks(setup.kv_blocks)
+        if setup.again:
+            plan = plan.starting_again()
         compiled = start_compiling(plan, setup.stages, setup.threads or num_cores())
         senders, receivers = open_edge_ends(setup.edges, setup.address)
         read = open_arena(setup.arena) if setup.arena is not None else no_arena

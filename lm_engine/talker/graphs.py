@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contracts.params import SamplingParams
-from lm_engine.graphs import compile_ahead
+from lm_engine.graphs import compile_ahead, stand_in
 from lm_engine.layers.mlp import has_grouped_product
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.passes import TOKEN_SIZES, CapturedPasses, CudaRecorder, MixedPasses, Record, Replay
@@ -51,6 +51,10 @@ class FrameGraphs(Protocol):
         ...
 
     def capture_all(self) -> int: ...
+
+    def capture_next(self) -> bool:
+        """As of the LM's graphs."""
+        ...
 
 
 def draws_in_graphs(sampling: SamplingParams) -> bool:
@@ -165,6 +169,12 @@ class CapturedFrames:
             self._capture(size)
         return 2 * len(self._captured)
 
+    def capture_next(self) -> bool:
+        missing = self.missing()
+        for size in missing[:1]:
+            self._capture(size)
+        return bool(missing)
+
     def missing(self) -> list[int]:
         """Batches that are not captured yet, the largest first."""
         return sorted(set(self._sizes) - self._captured.keys(), reverse=True)
@@ -180,7 +190,7 @@ class CapturedFrames:
 
     def _write(self, packed_4R: np.ndarray) -> _Captured:
         num_rows = packed_4R.shape[1]
-        size = next(size for size in self._sizes if size >= num_rows)
+        size = stand_in(next(size for size in self._sizes if size >= num_rows), self._captured)
         captured = self._captured.get(size) or self._capture(size)
         padded_4B = np.zeros((4, size), dtype=np.int32)
         padded_4B[0] = -1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contracts.params import SamplingParams
+from lm_engine.backlog import Backlog, capture_later
 from lm_engine.devices import device_thread
 from lm_engine.host_copies import HostCopies
 from lm_engine.model import PagedKV
@@ -83,6 +84,7 @@ class TalkerRunner:
         if cuda_graphs:
             self._graphs = make_frame_graphs(model, kv, self.table, self._last_frame, self._suppressed_V)
         self._passes: MixedPasses | None = None
+        self._backlog: Backlog | None = None
         if self._graphs is not None:
             self._passes = make_prompt_passes(model, kv, self.table)
         enter = stream_entry(model.device)
@@ -111,6 +113,14 @@ class TalkerRunner:
         num_graphs = self._launcher.submit(capture).result()
         self.rehearse()
         return num_graphs
+
+    def capture_between_steps(self) -> bool:
+        """As the LM's runner."""
+        assert self._backlog is None
+        self._backlog = capture_later(self._launcher, self._graphs, self._passes)
+        if self._backlog is not None:
+            self.rehearse()
+        return self._backlog is not None
 
     def rehearse(self) -> None:
         """Speaks a frame after a prompt of few rows, then after one too long for graphs, to nobody: what a
@@ -141,7 +151,9 @@ class TalkerRunner:
         ]
 
     def close(self) -> None:
-        """Finishes what was submitted, then ends both threads."""
+        """Finishes what was submitted, then ends the threads."""
+        if self._backlog is not None:
+            self._backlog.close()
         self._launcher.shutdown()
         self._collector.shutdown()
 

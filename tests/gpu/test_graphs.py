@@ -42,9 +42,11 @@ def decoder(request):
     return Decoder(config, RandomSource(device=device), select_kernels("triton", device, torch.float32))
 
 
-def generate(decoder, kinds, *, graphs, num_steps=40, kv_dtype="auto"):
+def generate(decoder, kinds, *, graphs, num_steps=40, kv_dtype="auto", later=False):
     """Every sequence's tokens and log-probabilities; all steps are submitted ahead of all results."""
     with Host(decoder, block_size=16, max_length=160, cuda_graphs=graphs, kv_dtype=kv_dtype) as host:
+        if later:
+            assert host.runner.capture_between_steps()
         counts = []
         for slot, kind in enumerate(kinds):
             tokens = np.random.default_rng(slot).integers(0, 97, 5 + 13 * slot).tolist()
@@ -56,6 +58,10 @@ def generate(decoder, kinds, *, graphs, num_steps=40, kv_dtype="auto"):
         if graphs:
             assert host.runner._graphs._captured
             assert host.runner._passes._captured
+        if later:
+            host.runner._backlog.join()
+            assert not host.runner._graphs.missing()
+            assert set(host.runner._passes._captured) == set(host.runner._passes.shapes)
         table = host.runner.table.token_ids.cpu()
     assert not any(result.failed_slots for result in results)
     drawn = {slot: [s.token_id for r in results for s in r.sampled if s.slot == slot] for slot, _ in counts}
@@ -70,6 +76,17 @@ def test_a_graph_draws_what_the_kernels_draw(decoder, kinds):
     """Batches that fill their graph and one that does not; rows with more than a temperature among them."""
     expected, expected_logprobs = generate(decoder, kinds, graphs=False)
     found, found_logprobs = generate(decoder, kinds, graphs=True)
+    assert found == expected
+    np.testing.assert_allclose(found_logprobs, expected_logprobs, atol=1e-4)
+
+
+def test_graphs_captured_between_steps_draw_the_same(decoder, monkeypatch):
+    """A graph after each step, in the largest of which the others run meanwhile."""
+    monkeypatch.setattr("lm_engine.backlog.FIRST_REST_S", 0.0)
+    monkeypatch.setattr("lm_engine.backlog.SHARE", 1.0)
+    kinds = [*PLAIN, *OTHER]
+    expected, expected_logprobs = generate(decoder, kinds, graphs=False)
+    found, found_logprobs = generate(decoder, kinds, graphs=True, later=True)
     assert found == expected
     np.testing.assert_allclose(found_logprobs, expected_logprobs, atol=1e-4)
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from contracts.messages import StageReady, StageStep
+from lm_engine.runner import Runner
+from stages.build import build_lm_engine
 from stages.launch import serve_service
 from stages.options import ServeOptions
+from stages.planning import make_plan
 from stages.stage_board import StageBoard
 from stages.start_progress import StartProgress
 
@@ -47,6 +50,21 @@ def test_a_start_says_what_it_is_at(tiny: Callable[..., Path], caplog: pytest.Lo
         f"stage thinker on cpu: {step}" for step in steps
     ]
     assert any(text.startswith("server: reading the checkpoint") for text in ended)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_starts_again_leaves_graphs_for_later(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    monkeypatch.setattr(Runner, "capture_between_steps", lambda self: True)
+    monkeypatch.setattr(Runner, "capture_graphs", lambda self, *, compiled: 7)
+    plan = make_plan(ServeOptions(model=tiny("llama"), overrides=("thinker.kv_memory=4MiB",)))
+    plan = plan.starting_again() if again else plan
+    config, stage = plan.deployment.lms["thinker"], plan.stage("thinker")
+    engine, detail = build_lm_engine(plan.family, config, stage, plan.context_length)
+    engine.close()
+    assert ("decode graphs captured between steps" in detail) == again
+    assert ("7 decode graphs" in detail) == (not again)
 
 
 def test_a_stage_that_comes_again_says_what_it_is_at() -> None:

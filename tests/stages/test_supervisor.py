@@ -6,11 +6,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from contracts.messages import FromStage, StageReady, StageStats
 from stages.options import ServeOptions
 from stages.supervisor import Supervisor, SupervisorConfig, WorkerSpec
+from stages.worker_main import decode_setup
+from stages.worker_processes import ForkServer, WorkerProcess
 
 LIMIT_S = 300  # never reached by a machine that is only slow
 CONFIG = SupervisorConfig(failed_start_pause_s=0.0)
@@ -66,6 +72,33 @@ def test_a_worker_that_never_starts_is_given_up(tmp_path: Path) -> None:
         await run.supervisor.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_replaces_a_ready_worker_knows_unless_they_die_too_often(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    again: list[bool] = []
+    fork = ForkServer.fork
+
+    def spy(self: ForkServer, name: str, setup: bytes, *args: Any) -> WorkerProcess:
+        again.append(decode_setup(setup).again)
+        return fork(self, name, setup, *args)
+
+    monkeypatch.setattr(ForkServer, "fork", spy)
+
+    async def main() -> None:
+        run = Run(tiny("llama"), replace(CONFIG, max_hurried_restarts=most))
+        await run.supervisor.start()
+        for deaths in range(3):
+            await run.until(lambda: run.state == "ready")
+            if deaths < 2:
+                os.kill(run.pid, 9)
+                await run.until(lambda deaths=deaths: len(run.losses) > deaths)
+        await run.supervisor.stop()
+
+    asyncio.run(main())
+    assert again == [False, most > 0, False]
 
 
 def test_a_ready_worker_is_restarted_at_once(tiny: Callable[..., Path]) -> None:

@@ -255,12 +255,13 @@ def test_graphs_are_compiled_apart_and_captured_together(tmp_path: Path) -> None
 
 
 def test_a_stage_that_starts_again_measures_no_rank_anew(tmp_path: Path) -> None:
-    """Measuring runs a step, in which the ranks would wait for those that do not measure."""
+    """Measuring runs a step, in which the ranks would wait for those that do not measure. Nor does it leave
+    graphs for later, which all ranks capture in the same order."""
     folder = build_tiny("llama", tmp_path / "llama", num_hidden_layers=1)
     small = [f"thinker.{name}" for name in ("max_context=64", "max_step_tokens=24", "max_sequences=4")]
     overrides = (*small, "thinker.devices=cpu", "thinker.tensor_parallel=2")
     plan = make_plan(ServeOptions(model=folder, workers="per-stage", overrides=overrides))
-    plan = plan.with_kv_blocks({"thinker": 37})
+    plan = plan.with_kv_blocks({"thinker": 37}).starting_again()
     lost: list[str] = []
     engine = build(plan, RankProcesses(plan, "thinker", lost.append))
     assert engine.config.num_blocks == 37
