@@ -181,6 +181,7 @@ def test_the_card_says_what_is_true_of_the_weights(halves):
     assert ("does not speak" in text) == (not shipped.speaks)
     assert ("| word error rate | 0.5 |" in text) == shipped.hears
     assert ("it lacks" in text) == (not all(halves))
+    assert ("omnistage_nano" in text) == any(halves)  # as it is built
 
 
 def test_scores_of_no_part_are_refused(tmp_path):

@@ -253,8 +253,19 @@ def _write_preprocessor(directory: Path, recipe: _Recipe) -> None:
 # --- the oracle ---------------------------------------------------------------------------------------------
 @lru_cache(maxsize=8)
 def reference_model(folder: Path) -> Any:
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+    config = json.loads((folder / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    if config.get("one_position_per_token"):
+        model.model.get_rope_index = _positions_of_text
+    return model
+
+
+def _positions_of_text(input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one conversation whose pictures are read like text, in place of rows and columns: what
+    `transformers` does not know of the default model's eyes."""
+    count = input_ids.shape[1]
+    return torch.arange(count).expand(3, 1, count), torch.zeros(1, 1, dtype=torch.long)
 
 
 @lru_cache(maxsize=8)

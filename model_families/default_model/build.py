@@ -63,7 +63,7 @@ def build(out: Path, downloads: Path, weights: Path | None = None, *, plain: boo
         print("composing the checkpoint", flush=True)
         tower = read_shipped(SEEING) if SEEING.exists() and not plain else None
         compose(llama.float().eval(), tokenizer, made, tower)
-        if (HEARING.exists() or SPEAKING.exists()) and not plain:
+        if any(path.exists() for path in (SEEING, HEARING, SPEAKING)) and not plain:
             made = _with_ears_and_voice(made, Path(scratch), downloads)
         (made / "MODEL_CARD.md").write_text(_card(plain=plain))
         if out.exists():

@@ -53,7 +53,7 @@ class Shipped:
 
     @property
     def layout(self) -> str:
-        if self.hears or self.speaks:
+        if self.sees or self.hears or self.speaks:
             return "of the family `omnistage_nano` (`OmnistageNanoForConditionalGeneration`)"
         return "in the layout of Qwen2.5-VL (`Qwen2_5_VLForConditionalGeneration`)"
 
