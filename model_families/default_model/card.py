@@ -29,10 +29,10 @@ SEES = """\
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\
 - **Hears** English sentences, 30 s at most. Whisper tiny.en's encoder (MIT), its lower half as published, the
-  upper half and two more layers trained to spell, on synthetic speech alone; a list of words (of the
-  dictionary of hibari-tts, Apache-2.0), and of which follow which (of the language model), correct the
-  spelling, and the language model reads the words as it reads text. It hears no tone of voice and nothing
-  but speech, and stumbles over names and rare words.
+  upper half and two more layers trained to spell, on synthetic speech alone, of six voices (of hibari-tts,
+  Apache-2.0, Flite and Piper's "joe"); a list of words (of hibari-tts's dictionary), and of which follow
+  which (of the language model), correct the spelling, and the language model reads the words as it reads
+  text. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
 """
 DUMB = "- **It does not speak.**\n"
 SPEAKS = """\
