@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -18,13 +16,11 @@ from lm_engine.layers.kernels import Kernels
 from lm_engine.model import Kernels as KernelChoice
 from lm_engine.talker.model import Speller, TalkerConfig, TalkerPrompt
 from lm_engine.talker.predictor import CodePredictor
-from model_families.omnistage_nano.front import FrontSpeller, open_front
-from model_families.omnistage_nano.spelling import Speller as LetterSpeller
-from model_families.omnistage_nano.spelling import open_spelling
+from model_families.checkpoint import checkpoint_error, read_config
+from model_families.omnistage_nano.front import Front, FrontSpeller, open_front
 from model_families.processing import Processor
 from model_families.qwen3_omni_moe.talker import OmniSections, Talker, find_turns, load_talker
 
-NewSpeller = Callable[[int], Speller]  # of an answer, with that pad
 RESIDUAL = SamplingParams(temperature=0.6, top_k=50)
 
 
@@ -38,10 +34,10 @@ class NanoTalker(Talker):
         predictor: CodePredictor,
         processor: Processor,
         *,
-        new_speller: NewSpeller,
+        front: Front,
     ) -> None:
         super().__init__(sections, config, source, kernels, predictor, processor)
-        self._new_speller, self._pad = new_speller, sections.tts_pad_token_id
+        self._front, self._pad = front, sections.tts_pad_token_id
 
     def lay_out(self, prompt: Prompt, voice: str) -> TalkerPrompt:
         """The head of the answer's turn alone."""
@@ -50,21 +46,25 @@ class NanoTalker(Talker):
         return super().lay_out(Prompt(ids[answer:].tolist(), (), ()), voice)
 
     def speller(self) -> Speller:
-        return self._new_speller(self._pad)
+        return FrontSpeller(self._front, self._pad)
 
 
 class _Reads(msgspec.Struct, frozen=True):
-    spelling: Literal["letters", "phonemes"] = "letters"  # what the talker learned to read
+    spelling: str = ""  # what the talker learned to read
 
 
-def open_speller(folder: Path) -> NewSpeller:
-    if msgspec.json.decode((folder / "config.json").read_bytes(), type=_Reads).spelling == "letters":
-        return partial(LetterSpeller, open_spelling(folder))
-    return partial(FrontSpeller, open_front(folder))
+def _check_reads_phonemes(folder: Path) -> None:
+    """A talker that learned something else would babble."""
+    if read_config(folder, _Reads).spelling != "phonemes":
+        raise checkpoint_error(
+            f'{folder}/config.json does not say "spelling": "phonemes", the only thing that the talker is'
+            " given: it is of an older build, build it anew"
+        )
 
 
 def load_nano_talker(
     folder: Path, processor: Processor, device: torch.device, dtype: torch.dtype, kernels: KernelChoice
 ) -> Talker:
-    kind = partial(NanoTalker, new_speller=open_speller(folder))
+    _check_reads_phonemes(folder)
+    kind = partial(NanoTalker, front=open_front(folder))
     return load_talker(folder, processor, device, dtype, kernels, residual=RESIDUAL, kind=kind)

@@ -11,7 +11,6 @@ from model_families.omnistage_nano.front import Front, FrontSpeller, Reader
 from model_families.omnistage_nano.pieces import MOST_AHEAD, SPOKEN_PIECES, Pieces, read_pieces, write_pieces
 from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS, Dictionary, read_words, write_words
 from model_families.omnistage_nano.said import cardinal, ordinal, year
-from model_families.omnistage_nano.spelling import Speller, Spelling
 from tests.tiny_models import build_tokenizer
 
 PAD = 7
@@ -165,16 +164,3 @@ def test_pieces_come_no_further_ahead_than_they_may(front):
             assert rows_seen >= due - MOST_AHEAD - 1
             due += front.pieces.frames[row - first]
     assert abs(len(rows) - (due - MOST_AHEAD)) <= 1
-
-
-def test_letters_are_spelled_as_they_were(tmp_path):
-    """Of weights that learned letters."""
-    tokenizer = build_tokenizer(
-        merges=[("t", "h"), ("e", "a"), ("Ġ", "s"), ("n", "i"), ("n", "e")]
-    ).backend_tokenizer
-    spelling = Spelling(tokenizer)
-    tokens = tokenizer.encode("the sea", add_special_tokens=False).ids
-    rows = Speller(spelling, PAD)(tokens, True)
-    assert [row for row in rows if row != PAD] == [spelling.id_of(piece) for piece in ("th", "e", " s", "ea")]
-    long = Speller(spelling, PAD)(tokenizer.encode("nine " * 30, add_special_tokens=False).ids, True)
-    assert abs(len(long) - (0.74 * 5 * 30 - 6)) < 3

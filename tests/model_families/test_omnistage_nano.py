@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from contracts.digests import ContentDigest
+from contracts.errors import EngineError
 from contracts.media import MediaItem
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
 from model_families.default_model.shipped import SPEAKING, has_mark, read_shipped, write_shipped
@@ -115,6 +116,15 @@ def test_all_of_it_loads(parts):
     vocoder = family.load_vocoder(CPU, torch.float32)
     pcm = vocoder.decode_whole(torch.zeros(3, TINY.num_groups, dtype=torch.int64))
     assert pcm.shape == (3 * 1920 - vocoder.withheld,)
+
+
+def test_a_talker_that_learned_something_else_is_refused(parts, tmp_path):
+    shutil.copytree(parts[1], tmp_path / "older")
+    config = json.loads((parts[1] / "config.json").read_text())
+    del config["spelling"]
+    (tmp_path / "older" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="build it anew"):
+        open_family(tmp_path / "older").load_talker(CPU, torch.float32, "reference")
 
 
 def test_what_was_not_trained_is_neither_taken_nor_given(parts):

@@ -1,5 +1,5 @@
 """The default model reads texts aloud: of a likely length, never without end, never silent, the same
-each time."""
+each time, and Whisper hears the words over HTTP."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from model_families.default_model.shipped import SPEAKING
 from model_families.omnistage_nano.speech import SAMPLING
-from tests.conftest import nothing_left_behind
+from stages.launch import serve_service
+from stages.options import ServeOptions
+from tests.api.serving import TIMEOUT_S, running
+from tests.conftest import ROOT, nothing_left_behind
 from tests.served import Served
 from tests.spoken import SpokenAnswer, speak
+from training.speaking.judge_words import distance, words_of
 
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(not SPEAKING.exists(), reason="no trained voice is shipped (training/README.md)"),
 ]
 RATE = 24_000
+WHISPER = ROOT / ".models" / "whisper-tiny-en"
 TEXTS = {"Hello.": (0.3, 1.5), "The capital of France is Paris, and the sky is blue today.": (2.0, 7.0)}
+# And how many words of them may be misheard: made-up ones have no right spelling.
+READ = {
+    "The house is near the river. My brother is going to the market.": 0,
+    "There are 42 boats, and each one costs $15.": 0,
+    "My friend Zxqv is in the garden.": 3,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,3 +68,45 @@ def test_a_text_is_read_in_the_time_that_it_takes(served: Served, text: str) -> 
         assert answer.samples.square().mean().sqrt() > 0.01
     first, second = (answer.samples for answer in answers)
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0)  # of other batches, rounded otherwise
+
+
+def test_an_answer_sounds_as_if_its_text_were_read(served: Served, default_model: Path) -> None:
+    """Its words come to the talker one by one, those of a text all at once."""
+    draws = msgspec.structs.replace(SAMPLING, seed=3)
+    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+
+    async def both() -> tuple[SpokenAnswer, SpokenAnswer]:
+        turns = [("user", ["How many days are there in a year?"])]
+        answer = await speak(served, turns, talker=draws, max_tokens=16)
+        text = tokenizer.decode(answer.tokens)
+        return answer, await speak(served, [("user", ["Read."])], verbatim=text, talker=draws)
+
+    answer, reading = served.run(both())
+    assert answer.audio_finish == reading.audio_finish == "stop"
+    assert len(answer.samples) > RATE
+    torch.testing.assert_close(answer.samples, reading.samples, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not WHISPER.exists(), reason="Whisper is not there: run `make whisper`")
+def test_whisper_hears_what_was_to_be_read(served: Served) -> None:
+    """Words, numbers and what surrounds a word that no dictionary has, of a real server by a real server."""
+
+    async def heard() -> list[str]:
+        async with (
+            serve_service(ServeOptions(model=WHISPER)) as listening,
+            running(served.service) as speaker,
+            running(listening) as listener,
+            httpx.AsyncClient(timeout=TIMEOUT_S) as http,
+        ):
+
+            async def hear(text: str) -> str:
+                asked = {"input": text, "response_format": "wav", "seed": 3}
+                sound = await http.post(f"{speaker.url}/v1/audio/speech", json=asked)
+                files = {"file": ("read.wav", sound.raise_for_status().content)}
+                found = await http.post(f"{listener.url}/v1/audio/transcriptions", files=files)
+                return str(found.raise_for_status().json()["text"])
+
+            return [await hear(text) for text in READ]
+
+    for (text, most_wrong), found in zip(READ.items(), served.run(heard()), strict=True):
+        assert distance(words_of(text), words_of(found)) <= most_wrong, f"{text!r} was heard as {found!r}"
