@@ -38,7 +38,8 @@ DUMB = "- **It does not speak.**\n"
 SPEAKS = """\
 - **Speaks** English in one voice, "heart": a talker with a code predictor and a causal decoder of
   Qwen3-Omni's kind (16M parameters), trained from nothing on the speech of hibari-tts (Apache-2.0),
-  whose dictionary of sounds comes with it.
+  whose dictionary of sounds comes with it. Numbers, dates and money are said in words; single consonants
+  are not always clear, so rare words and lists of words are hard to make out.
 """
 TITLES = {"seeing": "Seeing", "hearing": "Hearing", "speaking": "Speaking"}
 

@@ -19,6 +19,8 @@ LEAST_PART = 3  # letters, of a word put together of two
 MOST_INITIALS = 5
 LONGEST = 28  # letters, of a word that is made of others
 VOWEL_LETTERS = "aeiouy"
+# Words to which a capital gives no weak stress. The talker never heard "the" with one, and said "this".
+WITH_CAPITAL = {"an": "ɐn", "in": "ɪn", "that": "ðˈæt", "the": "ðə", "to": "tə"}
 
 
 class Dictionary:
@@ -38,7 +40,7 @@ class Dictionary:
         if found is None and len(word) <= LONGEST:
             found = self._derived(word.lower())
         if found is not None and word[:1].isupper() and word != "I":
-            found = _at_least_weak(found)
+            found = WITH_CAPITAL.get(word.lower()) or _at_least_weak(found)
         return found
 
     def _listed(self, word: str) -> str | None:

@@ -65,7 +65,7 @@ def test_numbers():
 SOUNDS = {
     "cat": "kˈæt", "stop": "stˈɑp", "city": "sˈɪTi", "bus": "bˈʌs", "make": "mˈAk", "wait": "wˈAt",
     "he": "hi", "polish": "pˈɑlɪʃ", "Polish": "pˈOlɪʃ", "U": "jˈu", "S": "ˈɛs", "fire": "fˈIəɹ",
-    "place": "plˈAs", "try": "tɹˈI",
+    "place": "plˈAs", "try": "tɹˈI", "the": "ðə", "in": "ɪn",
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ SOUNDS = {
         ("stopping", "stˈɑpɪŋ"), ("waited", "wˈATᵻd"), ("tried", "tɹˈId"), ("making", "mˈAkɪŋ"),
         ("maker", "mˈAkəɹ"), ("fireplaces", "fˈIəɹplˌAsᵻz"), ("unpolished", "ˌʌnpˈɑlɪʃt"),
         ("Polish", "pˈOlɪʃ"), ("polish", "pˈɑlɪʃ"), ("US", "jˌuˈɛs"),
-        ("He", "hˌi"), ("he", "hi"), ("zyx", None), ("ZQ", None),
+        ("He", "hˌi"), ("he", "hi"), ("the", "ðə"), ("The", "ðə"), ("In", "ɪn"), ("zyx", None), ("ZQ", None),
     ],
 )  # fmt: skip
 def test_forms_of_words(word, sounds):
