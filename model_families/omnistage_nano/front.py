@@ -1,6 +1,7 @@
 """Text, as it comes token by token → the rows of pieces that the talker hears: its front end.
 
-A word is known once a blank or a mark follows it, or the text has ended: it is held back for so long.
+A word is known once a blank or a mark follows it, or the text has ended: it is held back for so long;
+"the" until the word behind it is known.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from model_families.omnistage_nano.pieces import MARKS, SPOKEN_PIECES, Pace, Pieces, read_pieces
-from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS, Dictionary, read_words
+from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS, Dictionary, begins_with_vowel, read_words
 from model_families.omnistage_nano.said import say
 from model_families.token_bytes import TokenBytes
 
@@ -24,6 +25,7 @@ _CHUNK = re.compile(r"\S+(?=\s)")
 _MONEY = re.compile(r"[$£€]\d\S*\s+\S+(?=\s)")
 _BLANKS = re.compile(r"\s+")
 _STOP = "."
+_THE, _THE_BEFORE_VOWEL = "the", "thee"
 
 
 class Front:
@@ -40,6 +42,9 @@ class Front:
         sounds = self.words.sounds(word)
         cut = self.pieces.cut_letters(word.lower()) if sounds is None else self.pieces.cut_sounds(sounds)
         return [piece for piece, _ in cut]
+
+    def begins_with_vowel(self, word: str) -> bool:
+        return begins_with_vowel(self.words.sounds(word) or "")
 
 
 class Reader:
@@ -82,14 +87,25 @@ class FrontSpeller:
         self._front, self._pad = front, pad
         self._reader, self._pace = Reader(), Pace(front.pieces)
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._the = ""  # as it was written, until it is known how it sounds
 
     def __call__(self, tokens: Sequence[int], last: bool) -> list[int]:
         data = b"".join(self._front.bytes_of[token] for token in tokens)
         rows: list[int] = []
-        for word in self._reader.read(self._decoder.decode(data, last), last=last):
+        for word in self._known(self._reader.read(self._decoder.decode(data, last), last=last), last):
             for piece in self._front.pieces_of(word):
                 rows += [self._front.pieces.ids[piece], *[self._pad] * self._pace.pads(piece)]
         return rows
+
+    def _known(self, words: Iterator[str], last: bool) -> Iterator[str]:
+        for word in words:
+            if self._the:
+                yield _THE_BEFORE_VOWEL if self._front.begins_with_vowel(word) else self._the
+            self._the = word if word.lower() == _THE else ""
+            if not self._the:
+                yield word
+        if last and self._the:
+            yield self._the
 
 
 def open_front(folder: Path) -> Front:

@@ -161,6 +161,10 @@ def _before_vowel(stem: str) -> str:
     return stem[:-1] + FLAP if stem[-1] == "t" and stem[-2:-1] in tuple(FLAPPED_AFTER) else stem
 
 
+def begins_with_vowel(sounds: str) -> bool:
+    return sounds.lstrip(PRIMARY + SECONDARY)[:1] in tuple(VOWELS)
+
+
 def _at_least_weak(sounds: str) -> str:
     """A word with a capital has some stress."""
     if PRIMARY in sounds or SECONDARY in sounds:

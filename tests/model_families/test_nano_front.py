@@ -116,6 +116,7 @@ def rows_of(front, text):
 TEXTS = (
     "Hello there, zxqj. It's $3 million, or $4.50 — at 7:05 p.m. on the 3rd!\nNaïve “words”… 1,250 (U.S.)",
     "no blank at all",
+    "The apple on the 8th of the",
     "\n\n  x",
     "$5",
     "$5 million",
@@ -153,6 +154,20 @@ def test_a_word_is_said_once_its_end_is_seen_and_no_later(front):
     assert heard(" 3") == ""
     assert heard("rd") == ""
     assert heard("", last=True) == " θˈɜɹd"
+
+
+def test_the_sounds_by_the_word_behind_it(front):
+    assert "".join(spelled(front, rows_of(front, "The apple, the cat, the hour and the"))) == (
+        " ði ˈæpᵊl, ðə kˈæt, ði ˈWəɹ ænd ðə"
+    )
+    speller = FrontSpeller(front, PAD)
+    ids = front.bytes_of._tokenizer.encode
+
+    def heard(text):
+        return "".join(spelled(front, speller(ids(text, add_special_tokens=False).ids, False)))
+
+    assert heard("the ") == heard("app") == ""
+    assert heard("le ") == " ði ˈæpᵊl"
 
 
 def test_pieces_come_no_further_ahead_than_they_may(front):
