@@ -21,10 +21,12 @@ BLIND = """\
 """
 SEES = """\
 - **Sees** drawn things: colour, shape, number (to five) and place of simple shapes, printed numbers and
-  short words, common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on
-  pictures that a program drew. Not made for photographs: of those, and of videos, do not believe it. It
-  often mixes up things that stand beside each other, and pictures of one message; text of several words or
-  with signs in it is read wrongly. In a conversation that holds a picture it talks of pictures alone.
+  single words, common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on
+  pictures that a program drew: each of its tokens says a word of the language model's, in reading order.
+  Not made for photographs: of those, and of videos, do not believe it. It misses some of many things, often
+  takes one of two pictures for the other, and fails at what lies where to what; text of several words or
+  with signs in it is read wrongly. Of other things it can still talk after a picture, in other
+  words than before it.
 """
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\
