@@ -304,7 +304,10 @@ class Coordinator:
             return False
         if not request.spoken_tokens:
             return False
-        message = "the talker ended before its first frame, so there is no audio; try again with another seed"
+        message = (
+            "the talker ended before its first frame, so there is no audio: either nothing of the text can "
+            "be spoken (emoji, another script), or another seed may help"
+        )
         talker = self._routes.speech_path[1]
         self._fail(request, NoSpeech(message, stage=talker))
         return True

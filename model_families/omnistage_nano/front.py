@@ -25,6 +25,7 @@ _CHUNK = re.compile(r"\S+(?=\s)")
 _MONEY = re.compile(r"[$£€]\d\S*\s+\S+(?=\s)")
 _BLANKS = re.compile(r"\s+")
 _STOP = "."
+_ENDS = ".?!"
 _THE, _THE_BEFORE_VOWEL = "the", "thee"
 
 
@@ -88,6 +89,7 @@ class FrontSpeller:
         self._reader, self._pace = Reader(), Pace(front.pieces)
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         self._the = ""  # as it was written, until it is known how it sounds
+        self._last = ""  # word or mark
 
     def __call__(self, tokens: Sequence[int], last: bool) -> list[int]:
         data = b"".join(self._front.bytes_of[token] for token in tokens)
@@ -98,7 +100,9 @@ class FrontSpeller:
         return rows
 
     def _known(self, words: Iterator[str], last: bool) -> Iterator[str]:
+        """A text always ends as a sentence does: the talker has heard no other, and would go on."""
         for word in words:
+            self._last = word
             if self._the:
                 yield _THE_BEFORE_VOWEL if self._front.begins_with_vowel(word) else self._the
             self._the = word if word.lower() == _THE else ""
@@ -106,6 +110,9 @@ class FrontSpeller:
                 yield word
         if last and self._the:
             yield self._the
+        if last and self._last and self._last not in _ENDS:
+            self._last = _STOP
+            yield _STOP
 
 
 def open_front(folder: Path) -> Front:

@@ -153,12 +153,12 @@ def test_a_word_is_said_once_its_end_is_seen_and_no_later(front):
     assert heard(",") == " dˈɔɡ,"
     assert heard(" 3") == ""
     assert heard("rd") == ""
-    assert heard("", last=True) == " θˈɜɹd"
+    assert heard("", last=True) == " θˈɜɹd."
 
 
 def test_the_sounds_by_the_word_behind_it(front):
     assert "".join(spelled(front, rows_of(front, "The apple, the cat, the hour and the"))) == (
-        " ði ˈæpᵊl, ðə kˈæt, ði ˈWəɹ ænd ðə"
+        " ði ˈæpᵊl, ðə kˈæt, ði ˈWəɹ ænd ðə."
     )
     speller = FrontSpeller(front, PAD)
     ids = front.bytes_of._tokenizer.encode
@@ -168,6 +168,14 @@ def test_the_sounds_by_the_word_behind_it(front):
 
     assert heard("the ") == heard("app") == ""
     assert heard("le ") == " ði ˈæpᵊl"
+
+
+@pytest.mark.parametrize(("text", "end"), [("the cat", "."), ("the cat.", ""), ("the cat?", ""), ("😀", "")])
+def test_every_text_ends_as_a_sentence_does(front, text, end):
+    """The talker has heard no other, and would go on with a sentence of its own."""
+    rows = [row for row in rows_of(front, text) if row != PAD]
+    assert rows == [row for row in rows_of(front, text + end) if row != PAD]
+    assert not rows or "".join(spelled(front, rows))[-1] in ".?"
 
 
 def test_pieces_come_no_further_ahead_than_they_may(front):
