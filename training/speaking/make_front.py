@@ -32,7 +32,6 @@ from model_families.omnistage_nano.pronouncing import (
     write_words,
 )
 from training.speaking.pointing import MARK_OF, QUOTES, spell_sentence
-from training.speaking.synthesis import Voice, open_sentences
 from training.speaking.words import read_package
 
 SENTENCES = 2000
@@ -149,6 +148,8 @@ def timed(pieces: list[str], spoken: Iterable[Spoken]) -> list[tuple[str, float]
 
 def main() -> None:
     from hibari.tts import ASSETS
+
+    from training.speaking.synthesis import Voice, open_sentences
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
