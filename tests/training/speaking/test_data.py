@@ -170,8 +170,8 @@ def test_the_letters_of_a_word_are_known_where_words_match():
 
 
 def test_a_line_has_the_rows_that_the_server_makes(prompts):
-    text = "the sea, the sea. " * 12 + "hold two sheep, zz"
-    sounds = "ðə sˈi, ðə sˈi. " * 12 + "hˈOld tˈu ʃˈip, zz"
+    text = "the sea, the sea. " * 12 + "hold two sheep, zz."
+    sounds = "ðə sˈi, ðə sˈi. " * 12 + "hˈOld tˈu ʃˈip, zz."
     spelled = spell(prompts.layout.pieces, [sounds], [""] * 51 + ["zz"])
     line, rows_N = prompts.layout.line(spelled)
     served = prompts.of(text)
