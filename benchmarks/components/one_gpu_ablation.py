@@ -19,7 +19,7 @@ from benchmarks.components.run_servers import CHAT_MODEL, Running, Server, serve
 from benchmarks.text_table import render
 
 EVERYTHING = "everything on"
-# What `omnistage serve --set` takes. "reference" is the plain path of all kernels, without graphs.
+# What `omnistage serve --set` takes.
 SWITCHES: dict[str, tuple[str, ...]] = {
     EVERYTHING: (),
     "no prefix cache": ("thinker.prefix_cache=false",),

@@ -15,7 +15,8 @@ from torch import Tensor
 from lm_engine.layers.kernels import HeadShape
 from lm_engine.model import AttentionMetadata, PagedKV
 from lm_engine.passes import MAX_SPLIT_TOKENS, SHORT_LENGTH
-from lm_engine.triton.jit.mixed import attend_parts, merge_parts, mixed_attention, plan_parts
+from lm_engine.triton.jit.mixed import attend_parts, mixed_attention
+from lm_engine.triton.jit.parts import merge_parts, plan_parts
 from lm_engine.triton.launch import Value, dot_precision, interpreted, launch, launch_options, next_power
 
 LOG2_E = math.log2(math.e)
