@@ -33,6 +33,7 @@ SPOKEN_SHARE = 0.75  # of the time, beside training
 ENDING_S = 5.0  # to copy the last of it
 LOOKS_EVERY_S, SAVED_EVERY_S, TOLD_EVERY_S = 0.5, 30.0, 30.0
 WORTH_ANOTHER_TRY_S = 60.0
+HOURS_ON = 3.0  # of speech with sound before a decoder goes on learning
 FIRST_SHARE = 128  # of the sentences, of speakers beside training
 
 
@@ -160,6 +161,8 @@ class Training:
         kit = self._kit
         command = [sys.executable, "-m", "training.speaking.run", stage, str(kit.speaking)]
         command += ["--assets", str(kit.assets), "--corpus", str(kit.spoken)]
+        if stage == "decoder" and any(kit.speaking.glob("decoder-*.safetensors")):
+            command += ["--hours", str(HOURS_ON)]  # what is good already learns from more
         trial = ["--hours", "0.001", "--batch", "2", "--rows", "512"]
         if not any(kit.speaking.glob("talker-*.safetensors")):
             trial += ["--sizes", "tiny"]  # what is gone on from has a size

@@ -55,7 +55,7 @@ class Plan:
     batch: int
     rows: int
     hours: float  # of speech before anything is trained
-    judged: float
+    judged: float | None  # None: see `train_decoder`
     recorded: bool
 
     @property
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="crops of a step of the decoder")
     parser.add_argument("--rows", type=int, default=12288, help="rows of a step of the talker")
     parser.add_argument("--hours", type=float, default=0.7)
-    parser.add_argument("--judged", type=float, default=0.3, help="share of the time with discriminators")
+    parser.add_argument("--judged", type=float, help="share of the decoder's time with discriminators")
     parser.add_argument("--plain", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, help="where what is worth keeping is copied to")
     given = parser.parse_args()

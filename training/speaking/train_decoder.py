@@ -22,9 +22,11 @@ from training.speaking.stepping import Figures, Stepper
 from training.speaking.weights import Average, load_parts, save_parts
 from vocoder.code2wav import Code2WavNetwork
 
-NAME = "decoder"
+NAME, JUDGES = "decoder", "judges"
 SPECTRAL, FOOLED, MATCHING = 15.0, 1.0, 2.0
 RATE, JUDGE_RATE = 1e-3, 4e-4
+JUDGED = 0.3  # the share of the time, at the end, that has discriminators, unless told
+RATE_ON, JUDGED_ON = 4e-4, 0.9  # of a run that goes on from another
 SEED = 20260101
 
 
@@ -70,12 +72,18 @@ class Crops:
 class Judgement:
     """The discriminators with their optimizer."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, trained: dict[str, Tensor]) -> None:
+        """`trained`: what an earlier run's had come to; may be empty."""
         self._device = device
-        self._judges = Discriminators().to(device)
+        self._judges = Discriminators()
+        self._judges.load_state_dict(trained or self._judges.state_dict())
+        self._judges.to(device)
         parameters = list(self._judges.parameters())
         self.optimizer = new_optimizer(parameters, betas=(0.8, 0.99), weight_decay=0.01)
         self._clip = Clip(parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self._judges.state_dict())
 
     def learn(self, true_BS: Tensor, made_BS: Tensor) -> Tensor:
         with self._half():
@@ -100,12 +108,14 @@ class Judgement:
 class Learning:
     """The decoder with what teaches it; its two kinds of step, which may be recorded."""
 
-    def __init__(self, decoder: Code2WavNetwork, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Code2WavNetwork, device: torch.device, judges: dict[str, Tensor] | None = None
+    ) -> None:
         self.decoder = decoder
         self._loss_of = SpectralLoss().to(device)
         self.optimizer = new_optimizer(list(decoder.parameters()), betas=(0.8, 0.99), weight_decay=0.0)
         self._clip = Clip(list(decoder.parameters()))
-        self.judgement = Judgement(device)
+        self.judgement = Judgement(device, judges or {})
 
     def by_spectra(self, sound_BS: Tensor, codes_BTQ: Tensor) -> Figures:
         made_BS, true_BS = self._made(sound_BS, codes_BTQ)
@@ -140,19 +150,24 @@ def train_decoder(
     *,
     batch: int,
     hours: float,
-    judged: float,
+    judged: float | None,
     recorded: bool,
 ) -> None:
-    """`judged`: the share of the time, at the end, that has discriminators. `recorded`: by CUDA graphs, where
-    there is a GPU."""
+    """`judged`: the share of the time, at the end, that has discriminators; None: by whether this goes on
+    from another run. `recorded`: by CUDA graphs, where there is a GPU."""
+    goes_on = bool(load_parts(folder, NAME))
+    rate = RATE_ON if goes_on else RATE
+    if judged is None:
+        judged = JUDGED_ON if goes_on else JUDGED
     decoder, crops = open_decoder(folder, sizes, device), Crops(corpus, sizes, hours, device)
     quicken(decoder)
-    learning, average = Learning(decoder, device), Average(decoder, 0.999)
+    learning = Learning(decoder, device, load_parts(folder, JUDGES))
+    average = Average(decoder, 0.999)
     by_spectra = Stepper(learning.by_spectra, device, recorded=recorded)
     by_judges = Stepper(learning.judged, device, recorded=recorded)
     frames, going = sizes.window * 3 // 2, True
     while going:
-        set_rate(learning.optimizer, learning_rate(clock.fraction, RATE))
+        set_rate(learning.optimizer, learning_rate(clock.fraction, rate))
         set_rate(learning.judgement.optimizer, learning_rate(clock.fraction, JUDGE_RATE))
         stepper = by_judges if clock.fraction > 1 - judged else by_spectra
         figures = stepper(*crops.draw(batch, frames))
@@ -160,8 +175,10 @@ def train_decoder(
         going = clock.tick(figures)
         if clock.time_to_save():
             save_parts(folder, NAME, without_pointer(average.state(), sizes))
+            save_parts(folder, JUDGES, learning.judgement.state())
     average.apply()
     save_parts(folder, NAME, without_pointer(dict(decoder.state_dict()), sizes))
+    save_parts(folder, JUDGES, learning.judgement.state())
 
 
 def without_pointer(state: dict[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from training.speaking.stepping import Stepper
 from training.speaking.table import TextTable
 from training.speaking.talker import TalkerNet
 from training.speaking.train_decoder import NAME as DECODER
-from training.speaking.train_decoder import Learning, open_decoder, train_decoder
+from training.speaking.train_decoder import Judgement, Learning, open_decoder, train_decoder
 from training.speaking.train_talker import Examples, disturb, losses, open_talker
 from training.speaking.weights import load_parts
 from vocoder import kernels
@@ -191,6 +191,20 @@ def test_a_decoder_learns_and_does_not_hear_the_pointer(corpus, tmp_path):
     assert torch.equal(decoder.embed(codes), decoder.embed(other))
     other[..., 0] = (codes[..., 0] + 7) % SIZES.codebook_size
     assert not torch.equal(decoder.embed(codes), decoder.embed(other))
+
+
+def test_a_decoder_that_goes_on_is_judged_by_those_that_judged_it_before(corpus, tmp_path):
+    def train(steps: int) -> list[dict[str, float]]:
+        clock = Steps("decoder", steps, tmp_path)
+        train_decoder(tmp_path, corpus, SIZES, CPU, clock, batch=2, hours=1.0, judged=None, recorded=True)
+        return clock.seen
+
+    assert ["judge" in figures for figures in train(4)] == [False, False, False, True]
+    judges = load_parts(tmp_path, "judges")
+    known = Judgement(CPU, judges).state()
+    assert all(torch.allclose(known[name], value, atol=1e-3) for name, value in judges.items())
+    assert ["judge" in figures for figures in train(4)] == [False, True, True, True]
+    assert any(not torch.equal(value, judges[name]) for name, value in load_parts(tmp_path, "judges").items())
 
 
 def test_a_step_that_is_not_recorded_is_a_plain_call():
