@@ -45,11 +45,12 @@ class BlockPool:
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more owner for each; free ones leave the free list."""
+        references = self._references
         for block in blocks:
             assert block != SCRATCH, "the scratch block has no owner"
-            if self._references[block] == 0:
+            if references[block] == 0:
                 self._unlink(block)
-            self._references[block] += 1
+            references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner less for each. Tail first, so that a prefix outlives what depends on it."""
@@ -60,7 +61,7 @@ class BlockPool:
                 self._link(block)
 
     def num_unowned(self, blocks: Iterable[int]) -> int:
-        return sum(self._references[block] == 0 for block in blocks)
+        return list(map(self._references.__getitem__, blocks)).count(0)
 
     def is_owned(self, block: int) -> bool:
         return self._references[block] > 0

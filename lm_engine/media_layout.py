@@ -85,6 +85,19 @@ class MediaLayout:
             return ()
         return tuple((run.digest, run.row, run.start - start, run.length) for run in self.runs_in(start, end))
 
+    def block_extras(self, num_blocks: int, block_size: int) -> list[Extras]:
+        """`extras` of the first blocks; those inside a run, almost all of a picture's, without a search."""
+        extras: list[Extras] = [()] * num_blocks
+        for run in self.runs:
+            row = run.row - run.start
+            for index in range(run.start // block_size, min(-(-run.end // block_size), num_blocks)):
+                start, end = index * block_size, (index + 1) * block_size
+                if run.start <= start and end <= run.end:
+                    extras[index] = ((run.digest, row + start, 0, block_size),)
+                else:
+                    extras[index] = self.extras(start, end)
+        return extras
+
 
 def _check_order(prompt: Prompt) -> None:
     position = 0

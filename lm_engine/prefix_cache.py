@@ -13,28 +13,25 @@ ROOT = 0  # identity of "nothing before": the parent of every first block
 Extras = tuple[Hashable, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockContent:
-    """What a full block holds, given what lies before it.
+BlockContent = tuple[bytes, Extras]
+"""What a full block holds, given what lies before it: tokens and extras.
 
-    `tokens` are the block's ids as 4-byte integers. `extras` tell apart what token ids cannot: for each run
-    of media rows (pixel digest, first row, first position in the block, length), and in a first block the
-    cache salt and the adapter.
-    """
-
-    tokens: bytes
-    extras: Extras
+The tokens are the block's ids as 4-byte integers. Extras tell apart what token ids cannot: for each run of
+media rows (pixel digest, first row, first position in the block, length), and in a first block the cache salt
+and the adapter. A plain tuple: a prompt is hundreds of them, made, hashed and compared before its first step.
+"""
 
 
 class BlockKey:
-    """Content after a parent. The hash only chooses a bucket: equality compares all of it."""
+    """Content after a parent, under a hash function of its own; with Python's the key is the pair itself. The
+    hash only chooses a bucket: equality compares all of it."""
 
     __slots__ = ("_hash", "content", "parent")
 
     def __init__(self, parent: int, content: BlockContent, hash_function: Callable[[Hashable], int]) -> None:
         self.parent = parent
         self.content = content
-        self._hash = hash_function((parent, content.tokens, content.extras))
+        self._hash = hash_function((parent, content))
 
     def __hash__(self) -> int:
         return self._hash
@@ -57,9 +54,9 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, hash_function: Callable[[Hashable], int] = hash) -> None:
         self._pool = pool
-        self._hash_function = hash_function
-        self._by_key: dict[BlockKey, CachedBlock] = {}
-        self._key_of: dict[int, BlockKey] = {}
+        self._hash_function = None if hash_function is hash else hash_function
+        self._by_key: dict[Hashable, CachedBlock] = {}
+        self._key_of: dict[int, Hashable] = {}
         self._identities = count(ROOT + 1)
         pool.on_reuse = self._forget
 
@@ -69,9 +66,10 @@ class PrefixCache:
     def lookup(self, contents: Iterable[BlockContent]) -> list[CachedBlock]:
         """The longest chain of registered blocks that starts the contents. Takes no references."""
         hits: list[CachedBlock] = []
+        find, hashes = self._by_key.get, self._hash_function
         parent = ROOT
         for content in contents:
-            hit = self._by_key.get(BlockKey(parent, content, self._hash_function))
+            hit = find((parent, content) if hashes is None else BlockKey(parent, content, hashes))
             if hit is None:
                 break
             hits.append(hit)
@@ -81,7 +79,8 @@ class PrefixCache:
     def register(self, block: int, parent: int, content: BlockContent) -> int:
         """Names the content of an owned, full block; returns its identity. When another block already holds
         the same content that one stays registered and its identity is returned."""
-        key = BlockKey(parent, content, self._hash_function)
+        hashes = self._hash_function
+        key = (parent, content) if hashes is None else BlockKey(parent, content, hashes)
         known = self._by_key.get(key)
         if known is not None:
             return known.identity

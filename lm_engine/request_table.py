@@ -6,6 +6,7 @@ Shapes: T tokens of a step, R sequences in it, A position axes, L tokens of a se
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -193,7 +194,8 @@ class RequestTable:
         assert 0 <= slot < self.max_sequences, f"slot {slot} of {self.max_sequences}"
         assert 0 < num_prompt <= num_tokens <= self.max_length + 1
         assert admission.positions_AL.shape == (self.positions.shape[0], num_prompt)
-        tokens = np.array(admission.token_ids, dtype=np.int32)
+        # A quarter of the time that np.array takes for a list.
+        tokens = np.frombuffer(array("i", admission.token_ids), dtype=np.int32)
         assert tokens.min() >= 0, "a token id is negative"
         assert tokens.max() < self.vocab_size, "a token id is outside the vocabulary"
         self.token_ids[slot, :num_tokens] = self.to_device(tokens)

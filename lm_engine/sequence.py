@@ -76,7 +76,7 @@ class Sequence:
         for index in range(max(first, len(of_prompt)), last):
             start = index * block_size
             tokens = array("I", self.token_ids[start : start + block_size]).tobytes()
-            yield BlockContent(tokens, self.request.extras(index, block_size))
+            yield tokens, self.request.extras(index, block_size)
 
     def needs_embeddings_before(self, end: int) -> bool:
         """Whether it still has to compute, as far as is known now, a position before `end`."""
@@ -136,12 +136,11 @@ class Request:
         written to; every call has the same block size."""
         num_blocks = self.num_prompt // block_size
         if len(self._prompt_contents) < num_blocks:
-            size = block_size * array("I").itemsize
-            tokens = array("I", self.message.prompt.token_ids).tobytes()
-            self._prompt_contents = [
-                BlockContent(tokens[i * size : (i + 1) * size], self.extras(i, block_size))
-                for i in range(num_blocks)
-            ]
+            ids = array("I", self.message.prompt.token_ids)
+            tokens = np.frombuffer(ids, np.dtype((np.void, block_size * ids.itemsize)), num_blocks)
+            extras = self.media.block_extras(num_blocks, block_size)
+            extras[0] = self.extras(0, block_size)
+            self._prompt_contents = list(zip(tokens.tolist(), extras, strict=True))
         return self._prompt_contents
 
     @property

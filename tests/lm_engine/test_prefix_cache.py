@@ -10,7 +10,7 @@ from tests.lm_engine.harness import Client, Image, config_of, greedy, prompt_of
 
 
 def content(*tokens: int, extras: tuple[object, ...] = ()) -> BlockContent:
-    return BlockContent(array("I", tokens).tobytes(), extras)
+    return array("I", tokens).tobytes(), extras
 
 
 def filled(cache: PrefixCache, pool: BlockPool, contents: list[BlockContent]) -> list[int]:
@@ -109,6 +109,17 @@ def test_extras_tell_items_offsets_rows_and_masks_apart():
     assert extras([1, 2, 3, 4, 5, 6, 7, 8], a)[:2] == [(), ()]  # text before an image does not know of it
     # A block inside an image knows which rows it holds.
     assert extras(Image("c", 12))[0] != extras(Image("c", 12))[1]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 16])
+def test_extras_of_all_blocks_are_those_of_each(size):
+    masked = (True, True, False, True, False, False, True) * 4
+    parts = ([1, 2, 3], Image("a", 21), Image("b", len(masked), masked), [4], Image("c", 9), [5] * 18)
+    prompt = prompt_of(*parts)
+    layout, num_blocks = MediaLayout(prompt), len(prompt.token_ids) // size
+    each = [layout.extras(i * size, (i + 1) * size) for i in range(num_blocks)]
+    assert layout.block_extras(num_blocks, size) == each
+    assert layout.block_extras(2, size) == each[:2]  # fewer than the media reach over
 
 
 def run_two(first, second, *, salts=(None, None), **options) -> tuple[Client, int]:
