@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from model_families.default_model.shipped import read_shipped
+from model_families.default_model.shipped import PACKED, read_packed, read_shipped
 from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS
 from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.omnistage_nano.pieces import SPOKEN_PIECES
@@ -76,8 +76,8 @@ def make_omni(
     config["thinker_config"]["hears"] = hearing is not None
     config["thinker_config"]["one_position_per_token"] = one_position_per_token
     for name in (HEARD_WORDS, HEARD_PAIRS):
-        if hearing is not None and (known := hearing.with_name(name)).exists():
-            shutil.copy(known, out)
+        if hearing is not None and (known := hearing.with_name(name + PACKED)).exists():
+            (out / name).write_text(read_packed(known), encoding="ascii")
     config |= {"enable_audio_output": False} | _marks(tokenizer, ids)
     if speaking is not None:
         for name in (SPOKEN_WORDS, SPOKEN_PIECES):

@@ -1,8 +1,10 @@
-"""Weights of ours in the repository: matrices as int8 rows with a scale each, the rest in bfloat16."""
+"""Weights of ours in the repository: matrices as int8 rows with a scale each, the rest in bfloat16; lists of
+words beside them, packed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gzip
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ SEEING = WEIGHTS / "seeing.safetensors"  # the vision tower, without `model.` or
 HEARING = WEIGHTS / "hearing.safetensors"  # what of the ears is not Whisper's, likewise
 SPEAKING = WEIGHTS / "speaking.safetensors"  # talker and decoder of sound, under their checkpoint's names
 EVALUATION = WEIGHTS / "evaluation.json"  # how good they are: written by hand of what the recipes measured
+PACKED = ".gz"  # behind the name that a file has in the checkpoint
 SCALE = ".scale"
 ONE_POSITION_PER_TOKEN = "one_position_per_token"  # marks a tower whose tokens are read like text
 
@@ -59,3 +62,13 @@ def read_shipped(path: Path) -> dict[str, Tensor]:
         elif not (name.endswith(SCALE) and name.removesuffix(SCALE) in stored):
             tensors[name] = tensor.float()
     return tensors
+
+
+def write_packed(path: Path, lines: Iterable[str]) -> None:
+    """ASCII; the same lines make the same bytes."""
+    text = "".join(f"{line}\n" for line in lines)
+    path.write_bytes(gzip.compress(text.encode("ascii"), 9, mtime=0))
+
+
+def read_packed(path: Path) -> str:
+    return gzip.decompress(path.read_bytes()).decode("ascii")

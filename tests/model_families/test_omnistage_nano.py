@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,15 @@ from contracts.digests import ContentDigest
 from contracts.errors import EngineError
 from contracts.media import MediaItem
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
-from model_families.default_model.shipped import SPEAKING, has_mark, read_shipped, write_shipped
+from model_families.default_model.shipped import (
+    PACKED,
+    SPEAKING,
+    has_mark,
+    read_packed,
+    read_shipped,
+    write_packed,
+    write_shipped,
+)
 from model_families.omnistage_nano.ears import HEARD_PAIRS, HEARD_WORDS, read_lexicon
 from model_families.omnistage_nano.letters import NUM_LETTERS
 from model_families.omnistage_nano.pieces import SPOKEN_PIECES
@@ -86,8 +95,8 @@ def parts(tiny, tmp_path_factory):
     hearing = folder / "hearing.safetensors"
     heard = {f"audio_tower.spell.{kind}": value for kind, value in _letters().items()}
     write_shipped(hearing, heard)
-    (folder / HEARD_WORDS).write_text("the\nit\n")
-    (folder / HEARD_PAIRS).write_text("it the 9\n")
+    write_packed(folder / (HEARD_WORDS + PACKED), ["the", "it"])
+    write_packed(folder / (HEARD_PAIRS + PACKED), ["it the 9"])
     for name in (SPOKEN_WORDS, SPOKEN_PIECES):
         shutil.copy(SPEAKING.with_name(name), folder)
     make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking, hearing=hearing)
@@ -164,6 +173,14 @@ def test_marks_stand_beside_the_weights(tmp_path):
     assert has_mark(tmp_path / "marked", "read")
     assert not has_mark(tmp_path / "plain", "read")
     assert read_shipped(tmp_path / "marked").keys() == {"a"}
+
+
+def test_the_same_lines_are_packed_into_the_same_bytes(tmp_path, monkeypatch):
+    write_packed(tmp_path / "one", ["it 1", "the 2"])
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    write_packed(tmp_path / "two", iter(["it 1", "the 2"]))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert read_packed(tmp_path / "one") == "it 1\nthe 2\n"
 
 
 def test_what_the_ears_know_of_words_goes_with_them(parts):

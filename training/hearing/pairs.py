@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from model_families.default_model.shipped import WEIGHTS
+from model_families.default_model.shipped import PACKED, WEIGHTS, write_packed
 from model_families.omnistage_nano.ears import HEARD_PAIRS, read_lexicon
 from model_families.omnistage_nano.lexicon import Lexicon
 
@@ -152,7 +152,7 @@ def _chance(lexicon: Lexicon, word: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("out", type=Path, nargs="?", default=WEIGHTS / HEARD_PAIRS)
+    parser.add_argument("out", type=Path, nargs="?", default=WEIGHTS / (HEARD_PAIRS + PACKED))
     given = parser.parse_args()
     lexicon = read_lexicon(given.model)
     assert lexicon is not None, "the checkpoint has no list of words"
@@ -164,7 +164,7 @@ def main() -> None:
         for previous, chances in zip(("", *spelled.words[:PREVIOUS]), rows, strict=True)
     ]
     kept = [line for line in lines if " " in line]
-    given.out.write_text("".join(f"{line}\n" for line in kept), encoding="ascii")
+    write_packed(given.out, kept)
     print(f"{given.out}: {len(kept)} words, {given.out.stat().st_size} bytes")
 
 

@@ -21,7 +21,7 @@ from hibari.tts import ASSETS
 from scipy.signal import resample_poly
 from tokenizers import Tokenizer
 
-from model_families.default_model.shipped import WEIGHTS
+from model_families.default_model.shipped import PACKED, WEIGHTS, read_packed
 from model_families.omnistage_nano.ears import HEARD_PAIRS
 from training.hearing.sentences import (
     FLITE,
@@ -131,7 +131,7 @@ def _in_manner(parts: list[Floats], manner: Manner) -> list[Floats]:
 
 
 def open_said(tokenizer: Path) -> Said:
-    chains = Chains((WEIGHTS / HEARD_PAIRS).read_text(encoding="ascii"))
+    chains = Chains(read_packed(WEIGHTS / (HEARD_PAIRS + PACKED)))
     return Said(Sentences(load_words(Path(ASSETS), Tokenizer.from_file(str(tokenizer))), seed=1), chains)
 
 

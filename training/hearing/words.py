@@ -13,7 +13,7 @@ from pathlib import Path
 from hibari.tts import ASSETS
 from tokenizers import Tokenizer
 
-from model_families.default_model.shipped import WEIGHTS
+from model_families.default_model.shipped import PACKED, WEIGHTS, write_packed
 from model_families.omnistage_nano.ears import HEARD_WORDS
 from training.speaking.vocabulary import CONTRACTIONS, past, third
 from training.speaking.words import read_package
@@ -62,10 +62,10 @@ def _places(tokenizer: Tokenizer, words: Iterable[str], most_pieces: int) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("assets", type=Path)
-    parser.add_argument("--to", type=Path, default=WEIGHTS / HEARD_WORDS)
+    parser.add_argument("--to", type=Path, default=WEIGHTS / (HEARD_WORDS + PACKED))
     given = parser.parse_args()
     words = heard_words(Path(ASSETS), Tokenizer.from_file(str(given.assets / "tokenizer.json")))
-    given.to.write_text("".join(f"{word}\n" for word in words), encoding="ascii")
+    write_packed(given.to, words)
     print(f"{given.to}: {len(words)} words")
 
 
