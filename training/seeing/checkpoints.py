@@ -1,4 +1,4 @@
-"""What a run leaves and takes up again: trained tensors in bfloat16, in files of a bounded size."""
+"""What a run leaves and takes up again: trained tensors in float16, in files of a bounded size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _shards(model: nn.Module) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     used = 0
     for name, parameter in sorted(model.named_parameters()):
-        tensor = parameter.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        tensor = parameter.detach().to(device="cpu", dtype=torch.float16).contiguous()
         if used + tensor.nbytes > MAX_FILE_BYTES:
             shards.append({})
             used = 0

@@ -1,13 +1,14 @@
-"""The language model as training runs it: rows of one length, causal, weights frozen; optionally adapted.
+"""The language model as training runs it: rows of one length, causal, weights frozen; its picture adapter.
 
-An adapted matrix is W + B·A of low rank; `merged` gives the plain matrices that the server then uses.
-B rows, L tokens, D width, P rotated pairs of a head.
+An adapted matrix gives W x + g B A x, B and A of low rank; g is one for tokens at and behind the first row
+of a picture, else zero. B rows, L tokens, D width, R ranks of all matrices that read one input, P rotated
+pairs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,17 @@ from torch.nn import functional
 
 PREFIXES = ("model.language_model.", "model.")  # as transformers 5 names them, then as checkpoints do
 OTHERS = ("model.visual.", "visual.")
+# Of the adapter, by matrix. A byte a weight is shipped: of more there would be no room.
+RANKS: Mapping[str, int] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"), 8),
+    **dict.fromkeys(("gate_proj", "up_proj"), 4),
+}
+READERS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)  # of one input
 
 
 @dataclass(frozen=True)
@@ -60,61 +72,90 @@ def read_decoder(checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return stored
 
 
-class Adapted(nn.Module):
-    """A frozen matrix, and the low-rank change to it when there is one."""
+class LowRank(nn.Module):
+    """What is added to a frozen matrix: b a, nothing at first."""
 
-    def __init__(self, weight: Tensor, rank: int) -> None:
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.weight: Tensor
-        self.rank = rank
-        self.on = True
-        if rank:
-            outputs, inputs = weight.shape
-            self.down = nn.Parameter(torch.randn(rank, inputs) * inputs**-0.5)
-            self.up = nn.Parameter(torch.zeros(outputs, rank))
-
-    def effective(self) -> Tensor:
-        if not self.rank or not self.on:
-            return self.weight
-        return self.weight + (self.up @ self.down).to(self.weight.dtype)
+        self.a = nn.Parameter(torch.randn(rank, inputs) * inputs**-0.5)
+        self.b = nn.Parameter(torch.zeros(outputs, rank))
 
 
 class Layer(nn.Module):
-    def __init__(self, stored: dict[str, Tensor], rank: int) -> None:
+    def __init__(self, stored: dict[str, Tensor], ranks: Mapping[str, int]) -> None:
         super().__init__()
         self.register_buffer("norm1", stored["input_layernorm.weight"], persistent=False)
         self.register_buffer("norm2", stored["post_attention_layernorm.weight"], persistent=False)
-        self.norm1: Tensor
-        self.norm2: Tensor
-        attention, mlp = "self_attn.{}_proj.weight", "mlp.{}_proj.weight"
-        self.qkv = Adapted(torch.cat([stored[attention.format(n)] for n in "qkv"]), rank)
-        self.out = Adapted(stored[attention.format("o")], rank)
-        self.gate_up = Adapted(torch.cat([stored[mlp.format(n)] for n in ("gate", "up")]), rank)
-        self.down = Adapted(stored[mlp.format("down")], rank)
+        self.adapter = nn.ModuleDict()
+        for index, readers in enumerate(READERS):
+            block = "self_attn" if index < 2 else "mlp"
+            matrices = [stored[f"{block}.{name}.weight"] for name in readers]
+            self.register_buffer(f"weight{index}", torch.cat(matrices), persistent=False)
+            for name, matrix in zip(readers, matrices, strict=True):
+                outputs, inputs = matrix.shape
+                self.adapter[name] = LowRank(inputs, outputs, ranks[name])
 
     def weights(self) -> list[Tensor]:
-        inner = (self.qkv, self.out, self.gate_up, self.down)
-        return [self.norm1, self.norm2, *(matrix.effective() for matrix in inner)]
+        """Norms, then the four matrices."""
+        return [self.get_buffer(name) for name in ("norm1", "norm2", *(f"weight{i}" for i in range(4)))]
+
+    def low_ranks(self) -> list[Tensor]:
+        """Of each matrix in turn a [R, inputs], b [outputs, R] as one: readers of one input side by side."""
+        found: list[Tensor] = []
+        dtype = self.get_buffer("weight0").dtype
+        for readers in READERS:
+            parts = [self.adapter[name] for name in readers]
+            found.append(torch.cat([part.get_parameter("a") for part in parts]).to(dtype))
+            found.append(_diagonal([part.get_parameter("b") for part in parts]).to(dtype))
+        return found
 
 
-LayerForward = Callable[[Tensor, Tensor, Tensor, DecoderShape, Sequence[Tensor]], Tensor]
+def _diagonal(blocks: Sequence[Tensor]) -> Tensor:
+    """One matrix of blocks that share neither rows nor columns."""
+    width, before = sum(block.shape[1] for block in blocks), 0
+    rows = []
+    for block in blocks:
+        rows.append(functional.pad(block, (before, width - before - block.shape[1])))
+        before += block.shape[1]
+    return torch.cat(rows)
 
 
-def run_layer(x: Tensor, cos: Tensor, sin: Tensor, shape: DecoderShape, weights: Sequence[Tensor]) -> Tensor:
-    """x [B, L, D]; cos and sin [B, L, 1, head]. A function of tensors: compiled once for all layers."""
+LayerForward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, DecoderShape, Sequence[Tensor], Sequence[Tensor]], Tensor
+]
+
+
+def run_layer(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    gate: Tensor,
+    shape: DecoderShape,
+    weights: Sequence[Tensor],
+    low_ranks: Sequence[Tensor],
+) -> Tensor:
+    """x [B, L, D]; cos and sin [B, L, 1, head]; gate [B, L, 1]. A function of tensors: compiled once for all
+    layers."""
     norm1, norm2, qkv, out, gate_up, down = weights
+    qkv_low, out_low, gate_up_low, down_low = zip(low_ranks[::2], low_ranks[1::2], strict=True)
     normed = functional.rms_norm(x, norm1.shape, norm1, shape.eps)
-    heads = functional.linear(normed, qkv).view(*x.shape[:2], -1, shape.head_dim)
+    heads = _adapted(normed, qkv, qkv_low, gate).view(*x.shape[:2], -1, shape.head_dim)
     turned = _rotate(heads[:, :, : shape.heads + shape.kv_heads], cos, sin)
     q, k, v = turned[:, :, : shape.heads], turned[:, :, shape.heads :], heads[:, :, -shape.kv_heads :]
     mixed = functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     )
-    x = x + functional.linear(mixed.transpose(1, 2).flatten(2), out)
+    x = x + _adapted(mixed.transpose(1, 2).flatten(2), out, out_low, gate)
     normed = functional.rms_norm(x, norm2.shape, norm2, shape.eps)
-    gate, up = functional.linear(normed, gate_up).chunk(2, dim=-1)
-    return x + functional.linear(functional.silu(gate) * up, down)
+    gated, up = _adapted(normed, gate_up, gate_up_low, gate).chunk(2, dim=-1)
+    return x + _adapted(functional.silu(gated) * up, down, down_low, gate)
+
+
+def _adapted(x: Tensor, weight: Tensor, low_rank: tuple[Tensor, Tensor], gate: Tensor) -> Tensor:
+    a, b = low_rank
+    low = functional.linear(x, a) * gate
+    plain = functional.linear(x, weight)
+    return torch.addmm(plain.flatten(0, 1), low.flatten(0, 1), b.T).view(plain.shape)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -123,8 +164,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
+    """Its parameters are the adapter's alone."""
+
     def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, rank: int = 0, layer_forward: LayerForward = run_layer
+        self,
+        checkpoint: Path,
+        dtype: torch.dtype,
+        ranks: Mapping[str, int] = RANKS,
+        layer_forward: LayerForward = run_layer,
     ) -> None:
         super().__init__()
         self.shape = read_shape(checkpoint)
@@ -138,15 +185,17 @@ class Decoder(nn.Module):
         for index in range(self.shape.layers):
             prefix = f"layers.{index}."
             inner = {n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
-            self.layers.append(Layer(inner, rank))
+            self.layers.append(Layer(inner, ranks))
 
-    def forward(self, embeddings: Tensor, positions: Tensor) -> Tensor:
-        """[B, L, D] at int [B, 3, L] → the last hidden states, normed."""
+    def forward(self, embeddings: Tensor, positions: Tensor, behind: Tensor) -> Tensor:
+        """[B, L, D] at int [B, 3, L] → the last hidden states, normed. `behind`: bool [B, L], whether a token
+        is at or behind its row's first picture."""
         cos, sin = self._angles(positions)
         x = embeddings.to(self.words.dtype)
+        gate = behind.unsqueeze(2).to(x.dtype)
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            x = self.layer_forward(x, cos, sin, self.shape, layer.weights())
+            x = self.layer_forward(x, cos, sin, gate, self.shape, layer.weights(), layer.low_ranks())
         return functional.rms_norm(x, self.norm.shape, self.norm, self.shape.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -162,33 +211,3 @@ class Decoder(nn.Module):
         angles = positions.transpose(1, 2).float()[:, :, axis_P] * self.shape.theta**-exponents
         angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)
         return angles.cos().to(self.words.dtype), angles.sin().to(self.words.dtype)
-
-    def adapted(self) -> Iterator[tuple[str, Adapted]]:
-        for name, module in self.named_modules():
-            if isinstance(module, Adapted) and module.rank:
-                yield name, module
-
-    def switch_adapters(self, on: bool) -> None:
-        for _, module in self.adapted():
-            module.on = on
-
-    def merged(self) -> dict[str, Tensor]:
-        """The changed matrices under the checkpoint's names (without prefix), float32; nothing without
-        adapters."""
-        shape = self.shape
-        parts = {
-            "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "out": ("self_attn.o_proj",),
-            "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-            "down": ("mlp.down_proj",),
-        }
-        kv = shape.kv_heads * shape.head_dim
-        merged: dict[str, Tensor] = {}
-        for name, module in self.adapted():
-            _, index, kind = name.split(".")
-            whole = module.weight.float() + module.up.detach() @ module.down.detach()
-            names = parts[kind]
-            ends = (shape.width, shape.width + kv) if kind == "qkv" else len(names)
-            for part, rows in zip(names, torch.tensor_split(whole, ends), strict=True):
-                merged[f"layers.{index}.{part}.weight"] = rows
-        return merged

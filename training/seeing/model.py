@@ -49,9 +49,9 @@ class Seeing(nn.Module):
     def answer(self, batch: Batch) -> Seen:
         looked = self.tower.look(batch.pixels, batch.noise)
         embeddings = functional.embedding(batch.ids, self.decoder.words)
-        shown = (batch.ids == self.image_token).unsqueeze(2)
-        embeddings = embeddings.masked_scatter(shown, looked.tokens.to(embeddings.dtype))
-        hidden = self.decoder(embeddings, one_per_token(batch.ids))
+        shown = batch.ids == self.image_token
+        embeddings = embeddings.masked_scatter(shown.unsqueeze(2), looked.tokens.to(embeddings.dtype))
+        hidden = self.decoder(embeddings, one_per_token(batch.ids), shown.cumsum(1) > 0)
         logits = self.decoder.logits(hidden.flatten(0, 1)[batch.said])
         targets = batch.targets.flatten()[batch.said]
         wrong = (logits.detach().argmax(1) != targets).float()

@@ -1,9 +1,9 @@
-"""`python -m training.seeing.train CHECKPOINT OUT`: trains the tower for a given time, evaluates, leaves
-both in OUT.
+"""`python -m training.seeing.train CHECKPOINT OUT`: trains tower and adapter for a given time, evaluates,
+leaves all in OUT.
 
-The first share of the time teaches the tower alone what each cell shows; then the frozen language model
-answers
-questions and its gradient reaches the tower. Stops by itself; `--resume` takes up another run's OUT.
+The first share of the time teaches the tower alone what each cell shows; then the language model answers
+questions, frozen but for its picture adapter, and the gradient reaches adapter and tower. Stops by itself;
+`--resume` takes up another run's OUT; an adapter that it lacks begins as nothing.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from training.seeing.batches import Batch, DataConfig, HeldOut, Training, load
 from training.seeing.checkpoints import SCHEME, Progress, restore, save
 from training.seeing.conversations import Words
 from training.seeing.decoder import Decoder, run_layer
-from training.seeing.kept_text import text_rows
 from training.seeing.model import Seeing, Seen
 from training.seeing.questions import ASKED, TASKS
 from training.seeing.scenes import LABELS
@@ -34,9 +32,8 @@ from training.seeing.tower import CONFIG, TrainedTower, new_tower, run_block
 
 LEAST_RATE = 0.02  # of the peak, at the end
 WARM_UP_STEPS = 200
-FIRST_SHARE, FIRST_RATE, RATE_ON = 0.3, 1e-3, 7e-4  # unless told: see `Run`
+FIRST_SHARE, FIRST_RATE, RATE_ON = 0.3, 1e-3, 2e-4  # of the tower, unless told: see `Run`
 LABEL_WEIGHT = 0.3  # of what cells show, beside the answers; it fades
-KEPT_EVERY, KEPT_ROWS = 4, 16  # steps between, and rows of, plain text
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,10 @@ class TrainConfig:
     tower_share: float | None  # of the time: the tower alone; None: see `Run`
     batch: int
     workers: int
-    rate: float | None
+    rate: float | None  # the tower's, at its highest; None: see `Run`
+    adapter_rate: float
     seed: int
     resume: Path | None
-    rank: int  # of the language model's adapters; 0: frozen
-    kept_weight: float
-    text: Path
     evaluated: int  # rows a task
     compiled: bool
     report_s: float
@@ -80,7 +75,7 @@ def build(config: TrainConfig) -> tuple[Seeing, Words]:
         torch._dynamo.config.suppress_errors = True  # slower, never stopped
         block_forward = torch.compile(run_block, dynamic=True)
         layer_forward = torch.compile(run_layer, dynamic=False)
-    decoder = Decoder(config.checkpoint, config.dtype, config.rank, layer_forward)
+    decoder = Decoder(config.checkpoint, config.dtype, layer_forward=layer_forward)
     tower = TrainedTower(
         new_tower(CONFIG, decoder.words, config.seed),
         len(LABELS),
@@ -121,18 +116,21 @@ class Run:
         self.tower_share = (
             config.tower_share if config.tower_share is not None else 0.0 if goes_on else FIRST_SHARE
         )
-        self.rate = config.rate if config.rate is not None else RATE_ON if goes_on else FIRST_RATE
+        rate = config.rate if config.rate is not None else RATE_ON if goes_on else FIRST_RATE
         self.first_step = before.steps
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trained if parameter.ndim > 1]
-        rest = [parameter for parameter in trained if parameter.ndim < 2]
+        tower, adapter = (list(part.parameters()) for part in (self.model.tower, self.model.decoder))
+        self.rates = (rate, rate, config.adapter_rate)  # at their highest, of the optimizer's groups
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.03}, {"params": rest, "weight_decay": 0.0}],
-            lr=self.rate,
+            [
+                {"params": [one for one in tower if one.ndim > 1], "weight_decay": 0.03},
+                {"params": [one for one in tower if one.ndim < 2], "weight_decay": 0.0},
+                {"params": adapter, "weight_decay": 0.0},
+            ],
+            lr=rate,
             betas=(0.9, 0.98),
             fused=config.device.type == "cuda",
         )
-        self.trained = trained
+        self.trained = [*tower, *adapter]
         self.report = Report(self)
 
     @property
@@ -148,14 +146,13 @@ class Run:
         pinned = config.device.type == "cuda"
         data = replace(config.data, seed=config.seed + self.first_step)  # none of what came before again
         batches = iter(load(Training(data), config.workers, pin=pinned))
-        kept = text_rows(self.words, config.text, KEPT_ROWS, config.seed) if config.rank else None
         self.training_began = self.elapsed
         saved = self.elapsed
         while self.elapsed < config.seconds:
             waited = time.monotonic()
             batch = to_device(next(batches), config.device)
             waited = time.monotonic() - waited
-            self.step(batch, kept, waited)
+            self.step(batch, waited)
             if self.elapsed - saved > config.save_s:
                 save(self.model, self.progress, config.out)
                 saved = self.elapsed
@@ -166,13 +163,12 @@ class Run:
         """Of the time for training, how much is over."""
         return min(1.0, (self.elapsed - self.training_began) / (self.config.seconds - self.training_began))
 
-    def step(self, batch: Batch, kept: Iterator[Tensor] | None, waited: float) -> None:
-        config = self.config
+    def step(self, batch: Batch, waited: float) -> None:
         share = self.share
-        rate = self.rate * (LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
-        rate *= min(1.0, (self.steps - self.first_step + 1) / WARM_UP_STEPS)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        part = LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+        part *= min(1.0, (self.steps - self.first_step + 1) / WARM_UP_STEPS)
+        for group, highest in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = highest * part
         if share < self.tower_share:
             seen = self.model.look(batch)
             loss = seen.label_loss
@@ -180,8 +176,6 @@ class Run:
             seen = self.model.answer(batch)
             assert seen.answer_loss is not None
             loss = seen.answer_loss + LABEL_WEIGHT * (1 - share) * seen.label_loss
-            if kept is not None and self.steps % KEPT_EVERY == 0:
-                loss = loss + config.kept_weight * self.drift(next(kept).to(config.device))
         loss.backward()  # type: ignore[no-untyped-call]
         clip(self.trained)
         self.optimizer.step()
@@ -189,18 +183,6 @@ class Run:
         self.steps += 1
         self.pictures += len(batch.pixels)
         self.report.add(seen, waited)
-
-    def drift(self, ids: Tensor) -> Tensor:
-        """How far the adapted language model has gone from its old self on plain text (KL divergence)."""
-        decoder = self.model.decoder
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), 3, -1)
-        embeddings = functional.embedding(ids, decoder.words)
-        with torch.no_grad():
-            decoder.switch_adapters(False)
-            old = functional.log_softmax(decoder.logits(decoder(embeddings, positions)), dim=-1)
-            decoder.switch_adapters(True)
-        new = functional.log_softmax(decoder.logits(decoder(embeddings, positions)), dim=-1)
-        return functional.kl_div(new, old, log_target=True, reduction="none").sum(-1).mean()
 
     @torch.no_grad()
     def evaluate(self) -> Scores:
@@ -305,12 +287,10 @@ def parse() -> TrainConfig:
     )
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--workers", type=int, default=13)
-    parser.add_argument("--rate", type=float, help="else 1e-3, and 7e-4 to go on")
+    parser.add_argument("--rate", type=float, help="the tower's; else 1e-3, and 2e-4 to go on")
+    parser.add_argument("--adapter-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--rank", type=int, default=0, help="adapts the language model; 0 leaves it as it is")
-    parser.add_argument("--kept-weight", type=float, default=1.0)
-    parser.add_argument("--text", type=Path, default=Path("."))
     parser.add_argument("--evaluated", type=int, default=512)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--report-s", type=float, default=20)
