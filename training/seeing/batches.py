@@ -40,7 +40,7 @@ GRIDS: tuple[Grid, ...] = (
     *((6, 12), (5, 14), (4, 16), (12, 6), (9, 11), (8, 12)),
 )
 SMALL_GRIDS: tuple[Grid, ...] = ((8, 8), (7, 9), (9, 7))  # of which two fit into a row
-KINDS: tuple[Kind, ...] = ("things",) * 15 + ("number",) + ("word",) * 6 + ("emoji",) * 2 + ("nothing",)
+KINDS: tuple[Kind, ...] = ("things",) * 18 + ("number",) + ("word",) * 5 + ("emoji",) * 2 + ("nothing",)
 SHARE_OF_TWO = 0.4
 TEXT_KINDS = ("number", "word")
 

@@ -23,10 +23,8 @@ DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Huggin
 SYSTEMS = (DEFAULT_SYSTEM,) * 9 + ("You are a helpful assistant.",)
 ROW_LENGTH = 224
 MAX_TURNS = 10
-SHARE_OF_TALK, TALK_WITHIN = (
-    0.1,
-    3,
-)  # conversations that turn to something else, by so many turns after the first
+SHARE_OF_TALK = 0.2  # of conversations, which turn to something else
+TALK_WITHIN = 2  # turns after the first
 IGNORED = -100
 
 Ints = npt.NDArray[np.int64]

@@ -198,13 +198,13 @@ def _position(scene: Scene, rng: random.Random) -> Exchange | None:
     if thing is None:
         return None
     how = rng.random()
-    if how < 0.3:
+    if how < 0.22:
         name = _name(scene, thing, rng)
         question = rng.choice(
             (f"Where is the {name}?", f"Where in the picture is the {name}?", f"Where do you see the {name}?")
         )
         return Exchange("position", question, f"The {name} is {_where(thing.place)}.", kind="where")
-    if how < 0.65:
+    if how < 0.45:
         place = thing.place if rng.random() < 0.8 else rng.choice(PLACES)
         there = [other for other in scene.things if other.place == place]
         if len(there) > 1 or _beside(scene, place):
@@ -214,7 +214,8 @@ def _position(scene: Scene, rng: random.Random) -> Exchange | None:
         question = rng.choice((f"What is {at}?", f"What do you see {at}?"))
         sentence = _sentence(f"there is {answer} {_where(place)}")
         return Exchange("position", question, sentence, kind="what")
-    return _relation(scene, thing, rng)
+    related = (_relation(scene, thing, rng) for _ in range(6))  # few pairs can be asked about
+    return next((exchange for exchange in related if exchange is not None), None)
 
 
 def _beside(scene: Scene, place: str) -> bool:
@@ -422,13 +423,13 @@ def _difference(first: Scene, second: Scene, rng: random.Random) -> Exchange | N
 # How often each is asked: repeated entries.
 _ASKERS: dict[str, tuple[tuple[Asker, str], ...]] = {
     "things": (
-        *[(_colour, "colour")] * 4,
-        *[(_shape, "shape")] * 4,
-        *[(_count, "count")] * 7,
-        *[(_position, "position")] * 12,
-        *[(_presence, "presence")] * 3,
-        *[(_describe, "describe")] * 3,
-        *[(_absent, "unknown")] * 2,
+        *[(_colour, "colour")] * 5,
+        *[(_shape, "shape")] * 5,
+        *[(_count, "count")] * 6,
+        *[(_position, "position")] * 18,
+        *[(_presence, "presence")] * 4,
+        *[(_describe, "describe")] * 4,
+        (_absent, "unknown"),
         (_unknowable, "unknown"),
         (_no_text, "unknown"),
         (_background, "background"),
