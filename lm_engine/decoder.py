@@ -13,13 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from lm_engine.gpu_target import stands_for_gpu
+from lm_engine.layers.gated import with_gate
 from lm_engine.layers.kernels import (
     DecoderLayer,
     ExpertWeights,
     FusedPass,
     HeadShape,
     Kernels,
+    LayerAdapter,
     Linear,
+    LowRank,
     Mlp,
     QKNorm,
 )
@@ -33,7 +36,8 @@ class WeightSource(Protocol):
     """Where a decoder's weights come from, under our names: `embed.weight`, `norm.weight`, `lm_head.weight`
     and, per layer, `layers.<i>.` with `input_norm`, `q`, `k`, `v`, `o`, `q_norm`, `k_norm`, `post_norm`,
     `gate`, `up`, `down`; a sparse layer has `router`, `experts.<e>.gate`, `.up`, `.down`, and
-    `shared.gate`, `.up`, `.down`, `shared_gate` instead of the last three."""
+    `shared.gate`, `.up`, `.down`, `shared_gate` instead of the last three. Of a picture adapter,
+    `layers.<i>.<q>.lora_a` [rank, inputs] and `.lora_b` [outputs, rank], of each projection that has one."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,10 +72,10 @@ class DecoderStack:
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = RotaryEmbedding(config.rope, self.device)
         indices = _first_of_each_kind(config) if stands_for_gpu(self.device) else range(config.num_layers)
-        self.layers = [_load_layer(config, source, kernels, index) for index in indices]
+        self._own_layers = [_load_layer(config, source, kernels, index) for index in indices]
+        self._parallel = parallel
         self._fused = kernels.fused_pass if parallel is None else None  # it knows of no sums
-        if parallel is not None:
-            self.layers = [with_sums(layer, parallel) for layer in self.layers]
+        self.layers = self._summed(self._own_layers)
         self.norm_H = source.take("norm.weight", (config.hidden_size,))
 
     def forward(
@@ -108,12 +112,15 @@ class DecoderStack:
         assert num_deepstack <= len(self.layers)
         cos_TP, sin_TP = turns
         kept_layer, num_layers = self.config.kept_hidden_layer, len(self.layers)
-        fused = self._fused if num_deepstack == 0 else None
+        layers, gate_T1 = self.layers, metadata.gate_T1
+        if gate_T1 is not None:
+            layers = self._gated(gate_T1.to(hidden_TH.dtype))
+        fused = self._fused if num_deepstack == 0 and gate_T1 is None else None
         if fused is not None and attention is self.attention and fused.takes(metadata):
             return self._forward_fused(fused, hidden_TH, turns, kv, metadata)
         residual_TH = hidden_TH
-        normed_TH = kernels.rms_norm(residual_TH, self.layers[0].input_norm_H, eps)
-        for index, layer in enumerate(self.layers):
+        normed_TH = kernels.rms_norm(residual_TH, layers[0].input_norm_H, eps)
+        for index, layer in enumerate(layers):
             qkv_TX = layer.qkv(normed_TH)
             attended_TX = kernels.attend(
                 qkv_TX, self.heads, cos_TP, sin_TP, layer.qk_norm, attention, kv, index, metadata
@@ -126,11 +133,19 @@ class DecoderStack:
             if deepstack_KTH is not None and index < num_deepstack:
                 delta_TH += deepstack_KTH[index]
             is_last = index + 1 == num_layers
-            next_norm_H = self.norm_H if is_last else self.layers[index + 1].input_norm_H
+            next_norm_H = self.norm_H if is_last else layers[index + 1].input_norm_H
             normed_TH, residual_TH = kernels.add_rms_norm(delta_TH, residual_TH, next_norm_H, eps)
         if kept_layer == num_layers:
             _keep(normed_TH, kv, metadata)
         return normed_TH
+
+    def _gated(self, gate_T1: Tensor) -> list[DecoderLayer]:
+        """Where ranks add up, each adds its part of the adapter's sum to its part of the layer's."""
+        return self._summed([with_gate(layer, gate_T1) for layer in self._own_layers])
+
+    def _summed(self, layers: list[DecoderLayer]) -> list[DecoderLayer]:
+        parallel = self._parallel
+        return layers if parallel is None else [with_sums(layer, parallel) for layer in layers]
 
     def _forward_fused(
         self, fused: FusedPass, hidden_TH: Tensor, turns: Turns, kv: PagedKV, metadata: AttentionMetadata
@@ -207,7 +222,54 @@ def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, i
         output=_load_linear(source, kernels, prefix, {"o": hidden}, q_width, config.output_bias),
         post_norm_H=norm("post_norm", hidden),
         mlp=_load_mlp(config, source, kernels, index),
+        adapter=_load_adapter(config, source, kernels, prefix),
     )
+
+
+def _load_adapter(
+    config: DecoderConfig, source: WeightSource, kernels: Kernels, prefix: str
+) -> LayerAdapter | None:
+    ranks, hidden, inner = config.picture_adapter, config.hidden_size, config.intermediate_size
+    if ranks is None:
+        return None
+    assert config.moe is None, "an adapter beside experts"
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def load(num_inputs: int, sizes: dict[str, int]) -> LowRank | None:
+        return _load_low_rank(source, kernels, prefix, num_inputs, sizes, ranks.of(*sizes))
+
+    return LayerAdapter(
+        qkv=load(hidden, {"q": q_width, "k": kv_width, "v": kv_width}),
+        output=load(q_width, {"o": hidden}),
+        gate_up=load(hidden, {"gate": inner, "up": inner}),
+        down=load(inner, {"down": hidden}),
+    )
+
+
+def _load_low_rank(
+    source: WeightSource,
+    kernels: Kernels,
+    prefix: str,
+    num_inputs: int,
+    sizes: dict[str, int],
+    ranks: dict[str, int],
+) -> LowRank | None:
+    """Beside projections of one input (name → outputs), stacked as they are: A's rows one after the other,
+    B's blocks along the diagonal."""
+    adapted = [name for name in sizes if ranks[name]]
+    if not adapted:
+        return None
+    a_RI = _stacked([source.take(f"{prefix}{n}.lora_a", (ranks[n], num_inputs)) for n in adapted])
+    b_OR = a_RI.new_zeros(sum(sizes.values()), len(a_RI))
+    row = column = 0
+    for name, size in sizes.items():
+        rank = ranks[name]
+        if rank:
+            b_OR[row : row + size, column : column + rank] = source.take(
+                f"{prefix}{name}.lora_b", (size, rank)
+            )
+        row, column = row + size, column + rank
+    return LowRank(kernels.pack_linear(a_RI), kernels.pack_linear(b_OR))
 
 
 def _load_linear(

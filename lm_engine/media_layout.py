@@ -47,6 +47,7 @@ class MediaLayout:
                     f"item {index} has {self.num_rows[index]} embedding rows, its spans take {rows[index]}"
                 )
         self.end = prompt.spans[-1].end if prompt.spans else 0
+        self.first_seen = _first_seen(prompt, self.runs)
         self._span_ends = [span.end for span in self.spans]
         self._run_ends = [run.end for run in self.runs]
 
@@ -97,6 +98,12 @@ class MediaLayout:
                 else:
                     extras[index] = self.extras(start, end)
         return extras
+
+
+def _first_seen(prompt: Prompt, runs: list[EmbeddingRun]) -> int | None:
+    """Position of the first row of a picture or video; None: the prompt has neither."""
+    seen = (run.start for run in runs if prompt.items[run.item_index].modality != "audio")
+    return next(seen, None)
 
 
 def _check_order(prompt: Prompt) -> None:

@@ -212,7 +212,10 @@ def _largest_step(config: DecoderConfig, limits: StepLimits, block_size: int) ->
         blocks = (1,) * num_repeated + tuple(range(next_block, next_block + num_own))
         next_block += num_own
         positions_AL = np.broadcast_to(np.arange(length), (config.num_position_axes, length))
-        admissions.append(Admission(slot, [0] * length, length, positions_AL, 0, sampling, slot, blocks))
+        admission = Admission(
+            slot, [0] * length, length, positions_AL, 0, sampling, slot, blocks, gated_from=0
+        )
+        admissions.append(admission)
         sequences.append(SequenceStep(slot, length - chunk, chunk, (), samples=True))
     return StepPlan(0, (), tuple(admissions), (), tuple(sequences), ())
 

@@ -7,6 +7,7 @@ B blocks, S slots of a block, R sequences in the step, M blocks of the longest s
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -48,6 +49,26 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class AdapterRanks:
+    """Of a picture adapter: low-rank weights beside the projections of every layer, which add B(A x) for
+    tokens at and behind the first row of their sequence's first picture or video, and nothing for others.
+    0: the projection has none."""
+
+    q: int = 0
+    k: int = 0
+    v: int = 0
+    o: int = 0
+    gate: int = 0
+    up: int = 0
+    down: int = 0
+
+    def of(self, *projections: str) -> dict[str, int]:
+        """By our name of the projection, in the order asked for."""
+        ranks = dataclasses.asdict(self)
+        return {name: ranks[name] for name in projections}
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """One decoder covers Llama, Qwen2, Qwen3, Qwen3-MoE and the text half of the
     Qwen-VL and omni families.
@@ -75,6 +96,7 @@ class DecoderConfig:
     num_deepstack_levels: int = 0  # visual features added after the first layers (Qwen3-VL)
     kept_hidden_layer: int | None = None
     kept_hidden_of: SpokenHidden = "media"
+    picture_adapter: AdapterRanks | None = None  # of dense layers only
 
     @property
     def num_position_axes(self) -> int:
@@ -133,6 +155,8 @@ class AttentionMetadata:
     host_query_starts: tuple[int, ...]  # the same on the host, for the reference path
     host_sequence_lengths: tuple[int, ...]
     padded: bool = False  # rows follow that belong to no sequence; their attention is zero
+    # [T, 1] float32, 1 where a token takes part in the picture adapter, else 0; None: none does.
+    gate_T1: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

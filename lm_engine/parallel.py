@@ -235,6 +235,8 @@ class ShardedWeights:
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         part, kind = name.rsplit(".", 2)[-2:] if name.count(".") > 1 else ("", "")
         rank, size = self._rank, self._size
+        if kind == ("lora_b" if part in ("o", "down") else "lora_a"):  # the side that is not cut
+            return self._source.take(name, shape)
         if part in ("k", "v"):
             return self._rows(name, shape, self._num_kv_heads * self._head_dim, self._first_kv_row())
         if part in ("q", "gate", "up"):

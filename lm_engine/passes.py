@@ -111,6 +111,9 @@ class PaddedInputs:
         self.starts_R = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.lengths_R = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.tables_RM = torch.zeros_like(table.block_tables)
+        self.gate_T1: Tensor | None = None
+        if table.gated_from is not None:
+            self.gate_T1 = torch.zeros(max_tokens, 1, dtype=torch.float32, device=device)
 
     def write(
         self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata, num_tokens: int
@@ -127,6 +130,13 @@ class PaddedInputs:
         self.lengths_R[:num_rows].copy_(metadata.sequence_lengths)
         self.lengths_R[num_rows:].zero_()
         self.tables_RM[:num_rows, :num_blocks].copy_(metadata.block_tables)
+        if self.gate_T1 is not None:
+            self._write_gate(self.gate_T1[:num_tokens], metadata.gate_T1)
+
+    def _write_gate(self, padded_T1: Tensor, gate_T1: Tensor | None) -> None:
+        padded_T1.zero_()
+        if gate_T1 is not None:
+            padded_T1[: len(gate_T1)].copy_(gate_T1)
 
     def clear(self) -> None:
         """Nothing but padding."""
@@ -145,6 +155,7 @@ class PaddedInputs:
             host_query_starts=(),
             host_sequence_lengths=(),
             padded=True,
+            gate_T1=None if self.gate_T1 is None else self.gate_T1[: shape.num_tokens],
         )
 
 

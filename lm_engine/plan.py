@@ -37,6 +37,7 @@ class Admission:
     seed: int
     block_ids: tuple[int, ...]  # blocks it starts with (prefix hits and the first chunk's)
     stop_token_ids: tuple[int, ...] = ()  # all that end it, forbidden until `sampling.min_tokens` are out
+    gated_from: int | None = None  # index of its first row of a picture or video; None: it has none
 
 
 class SequenceStep(msgspec.Struct, frozen=True, gc=False):  # a struct: hundreds are built every step

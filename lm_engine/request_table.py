@@ -23,6 +23,7 @@ from lm_engine.random import signed_seed
 from lm_engine.transfer import to_device
 
 Int64: TypeAlias = npt.NDArray[np.int64]
+_NEVER = np.iinfo(np.int32).max  # the index from which a sequence without a picture is gated
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
@@ -36,7 +37,12 @@ class Row:
     num_known_tokens: int  # tokens that the table holds or that a step in flight will write
     plain_from: int | None  # sequence index from which its draws need no more than a temperature; None: never
     last_position: float  # of its prompt; infinite where not all positions are whole numbers
+    gated_from: int | None = None  # index of its first gated token; None: none, or the table has no gates
     num_blocks: int = 0
+
+    def is_gated(self, end: int) -> bool:
+        """Whether one of its first `end` tokens is."""
+        return self.gated_from is not None and self.gated_from < end
 
     @property
     def draws_greedily(self) -> bool:
@@ -74,6 +80,7 @@ class HostStep:
     counts_R: Int64
     query_starts: Int64  # R + 1
     samples_R: npt.NDArray[np.bool_]
+    is_gated: bool = False  # some token of it
 
     @property
     def lengths_R(self) -> Int64:
@@ -102,6 +109,7 @@ class HostStep:
         slots_S: Tensor,
         last_rows_S: Tensor,
         next_index_S: Tensor,
+        gate_T1: Tensor | None,
     ) -> StepInputs:
         """With what the device made of it."""
         metadata = AttentionMetadata(
@@ -113,6 +121,7 @@ class HostStep:
             max_sequence_length=int(self.lengths_R.max()),
             host_query_starts=tuple(self.query_starts.tolist()),
             host_sequence_lengths=tuple(self.lengths_R.tolist()),
+            gate_T1=gate_T1,
         )
         return StepInputs(
             token_ids_T=token_ids_T,
@@ -128,7 +137,8 @@ class HostStep:
 
 class RequestTable:
     """Rows live from admission to release. All writes go to the device in stream order, so a step may be
-    built from tokens that the step before it has yet to draw."""
+    built from tokens that the step before it has yet to draw. `gated`: it tells which tokens stand at or
+    behind the first picture of their sequence."""
 
     def __init__(
         self,
@@ -139,6 +149,7 @@ class RequestTable:
         max_length: int,
         block_size: int,
         device: torch.device,
+        gated: bool = False,
     ) -> None:
         self.device = device
         self.vocab_size = vocab_size
@@ -156,6 +167,9 @@ class RequestTable:
         self.seed = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self.floats = torch.zeros(max_sequences, len(_FLOATS), dtype=torch.float32, device=device)
+        self.gated_from: Tensor | None = None
+        if gated:
+            self.gated_from = torch.full((max_sequences,), _NEVER, dtype=torch.int32, device=device)
 
     def turn_over(self, released: Sequence[int], admissions: Sequence[Admission]) -> None:
         """Frees and takes slots, on the host only: whatever fails later in the step, slots are as the plan
@@ -171,6 +185,7 @@ class RequestTable:
                 len(admission.token_ids),
                 _plain_from(admission),
                 _last_position(admission),
+                None if self.gated_from is None else admission.gated_from,
             )
 
     def write_admissions(self, admissions: Sequence[Admission]) -> None:
@@ -188,6 +203,9 @@ class RequestTable:
         self.position_delta[slots] = self.to_device(deltas)
         floats = [_float_params(a.sampling) for a in admissions]
         self.floats[slots] = self.to_device(np.array(floats, dtype=np.float32))
+        if self.gated_from is not None:
+            gated = [_NEVER if a.gated_from is None else a.gated_from for a in admissions]
+            self.gated_from[slots] = self.to_device(np.array(gated, dtype=np.int32))
 
     def _write_tokens(self, admission: Admission) -> None:
         slot, num_prompt, num_tokens = admission.slot, admission.num_prompt_tokens, len(admission.token_ids)
@@ -223,7 +241,9 @@ class RequestTable:
         triples = np.array([(s.slot, s.start, s.num_tokens) for s in sequences], dtype=np.int64)
         slots_R, starts_R, counts_R = np.ascontiguousarray(triples.T)
         query_starts = np.concatenate([np.zeros(1, dtype=np.int64), counts_R.cumsum()])
-        step = HostStep(slots_R, starts_R, counts_R, query_starts, np.array([s.samples for s in sequences]))
+        samples_R = np.array([s.samples for s in sequences])
+        is_gated = any(self.rows[s.slot].is_gated(s.start + s.num_tokens) for s in sequences)
+        step = HostStep(slots_R, starts_R, counts_R, query_starts, samples_R, is_gated)
         return self.gather_on_host(step) if self.device.type == "cpu" else self.gather_on_device(step)
 
     def gather_on_device(self, step: HostStep) -> StepInputs:
@@ -251,7 +271,13 @@ class RequestTable:
             slots_S=slots_S,
             last_rows_S=last_rows_S,
             next_index_S=next_index_S,
+            gate_T1=self.gate(slot_T, index_T) if step.is_gated else None,
         )
+
+    def gate(self, slot_T: Tensor, index_T: Tensor) -> Tensor:
+        """[T, 1] float32 of the tokens at these indices: see `AttentionMetadata`."""
+        assert self.gated_from is not None, "this table has no gates"
+        return (index_T >= self.gated_from[slot_T]).float().unsqueeze(1)
 
     def gather_on_host(self, step: HostStep) -> StepInputs:
         """The same where the table lies in the host's memory: NumPy's calls cost a fraction of torch's."""
@@ -273,7 +299,9 @@ class RequestTable:
             "last_rows_S": step.last_rows_S,
             "next_index_S": step.next_index_S,
         }
-        return step.inputs(**{name: torch.from_numpy(array) for name, array in made.items()})
+        tensors = {name: torch.from_numpy(array) for name, array in made.items()}
+        gate_T1 = self.gate(torch.from_numpy(slot_T), torch.from_numpy(index_T)) if step.is_gated else None
+        return step.inputs(**tensors, gate_T1=gate_T1)
 
     def pack_decodes(self, sequences: Sequence[SequenceStep]) -> np.ndarray:
         """[4, R] int32 of a step that computes and samples one token of each: slot, its index, a block to

@@ -94,6 +94,7 @@ class Runner:
             max_length=max_length,
             block_size=kv.block_size,
             device=model.device,
+            gated=model.config.picture_adapter is not None,
         )
         self._sample = RowSampler(self.table, rule)
         self._copies = HostCopies(model.device)

@@ -356,6 +356,7 @@ class Scheduler:
                 seed=seq.seed,
                 block_ids=tuple(seq.block_ids),
                 stop_token_ids=tuple(sorted(request.stop_ids)),
+                gated_from=request.media.first_seen,
             )
         )
         if start.position > 0:

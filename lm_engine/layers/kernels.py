@@ -72,8 +72,30 @@ class Experts(Protocol):
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a linear's output: B(A x), for gated tokens."""
+
+    down: Linear  # A
+    up: Linear  # B
+
+    def __call__(self, x_TI: Tensor, gate_T1: Tensor) -> Tensor:
+        return self.up(self.down(x_TI) * gate_T1)
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """Beside the linears of a dense layer; None: nothing is added."""
+
+    qkv: LowRank | None
+    output: LowRank | None
+    gate_up: LowRank | None
+    down: LowRank | None
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one layer, fused where one input feeds several projections."""
+    """Weights of one layer, fused where one input feeds several projections. `adapter` acts only in steps
+    with a gate, by `layers.gated`."""
 
     input_norm_H: Tensor
     qkv: Linear
@@ -81,6 +103,7 @@ class DecoderLayer:
     output: Linear
     post_norm_H: Tensor
     mlp: Mlp
+    adapter: LayerAdapter | None = None
 
 
 class FusedPass(Protocol):

@@ -91,7 +91,8 @@ class NativeDecodes:
         self._queue: int | None = None
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the plan is nothing but decodes, drawn greedily, at positions whose turns are known."""
+        """Whether the plan is nothing but decodes, drawn greedily, at positions whose turns are known, and
+        behind no picture that an adapter is for."""
         if plan.admissions or plan.block_copies or plan.span_pieces or not plan.sequences:
             return False
         if plan.hidden_reads or plan.alignment_reads:
@@ -101,6 +102,8 @@ class NativeDecodes:
     def _takes_row(self, step: SequenceStep) -> bool:
         row, num_turns = self._table.rows[step.slot], len(self._cos_NP)
         if not (step.samples and step.num_tokens == 1 and len(step.new_block_ids) <= 1):
+            return False
+        if row.is_gated(step.start + 1):
             return False
         return row.draws_greedily and max(step.start, row.last_position) < num_turns
 

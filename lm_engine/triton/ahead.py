@@ -121,5 +121,6 @@ def _memory(
         max_length=max_length,
         block_size=block_size,
         device=META,
+        gated=config.picture_adapter is not None,
     )
     return table, allocate_kv(config, _NUM_BLOCKS, block_size, dtype, META, kv_dtype)

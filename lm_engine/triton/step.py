@@ -38,6 +38,7 @@ class DecodeBuffers:
 
         packed_4R = zeros(4, num_rows)
         packed_4R[0] = -1
+        gate_R1 = None if table.gated_from is None else zeros(num_rows, 1, dtype=torch.float32)
         metadata = AttentionMetadata(
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=table.device),
             sequence_lengths=zeros(num_rows),
@@ -47,6 +48,7 @@ class DecodeBuffers:
             max_sequence_length=table.max_length,
             host_query_starts=(),  # lengths are the device's alone
             host_sequence_lengths=(),
+            gate_T1=gate_R1,
         )
         return cls(
             packed_4R=packed_4R,
@@ -88,6 +90,9 @@ def prepare_inputs(buffers: DecodeBuffers, table: RequestTable) -> None:
         BLOCK_SIZE=table.block_size,
         BLOCK_M=min(_TABLE_BLOCK, next_power(table.block_tables.shape[1])),
     )
+    if metadata.gate_T1 is not None:
+        slot_R, index_R = buffers.packed_4R[0].clamp(min=0), buffers.packed_4R[1]
+        metadata.gate_T1.copy_(table.gate(slot_R, index_R))
 
 
 def draw(logits_RV: Tensor, buffers: DecodeBuffers, table: RequestTable, arrivals_R: Tensor) -> None:
