@@ -56,6 +56,9 @@ _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.
 # Some checkpoints stack a layer's experts: [expert, input, gate's outputs then up's], [expert, input,
 # output].
 _STACK = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+# Of a picture adapter.
+_LOW_RANK = re.compile(r"picture_adapter\.layers\.(\d+)\.(q|k|v|o|gate|up|down)_proj\.lora_([AB])\.weight")
+_OUR_LOW_RANK = re.compile(r"layers\.(\d+)\.(\w+)\.lora_([ab])")
 _OUR_EXPERT = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(gate|up|down)\.weight")
 
 
@@ -76,6 +79,8 @@ def rename_text(name: str, prefixes: tuple[str, ...]) -> str | None:
         return f"layers.{match[1]}.experts.{match[2]}.{match[3]}.weight"
     if match := _STACK.fullmatch(rest):
         return f"layers.{match[1]}.experts.{match[2]}"
+    if match := _LOW_RANK.fullmatch(rest):
+        return f"layers.{match[1]}.{match[2]}.lora_{match[3].lower()}"
     return name
 
 
@@ -83,10 +88,19 @@ def published_name(name: str) -> str:
     """The usual checkpoint name of our `name`, for errors; without the family's prefix."""
     if match := _OUR_EXPERT.fullmatch(name):
         return f"layers.{match[1]}.mlp.experts.{match[2]}.{match[3]}_proj.weight"
+    if match := _OUR_LOW_RANK.fullmatch(name):
+        return f"picture_adapter.layers.{match[1]}.{match[2]}_proj.lora_{match[3].upper()}.weight"
     if match := _LAYER.fullmatch(name):
         theirs = next(theirs for theirs, ours in _IN_LAYER.items() if ours == match[2])
         return f"layers.{match[1]}.{theirs}.{match[3]}"
     return name.replace("embed.", "embed_tokens.")
+
+
+def _asked_by(name: str) -> str:
+    """The field of config.json for which our `name` is looked for."""
+    if _OUR_LOW_RANK.fullmatch(name):
+        return "picture_adapter"
+    return "num_hidden_layers" if name.startswith("layers.") else "tie_word_embeddings"
 
 
 class TextTensors:
@@ -115,13 +129,15 @@ class TextTensors:
             folder = self._checkpoint.folder.name
             raise checkpoint_error(
                 f"checkpoint {folder} lacks the text tensor {published_name(name)}, asked for by config.json"
-                f" ({'num_hidden_layers' if name.startswith('layers.') else 'tie_word_embeddings'})"
+                f" ({_asked_by(name)})"
             )
         self._untaken.discard(name)
         theirs = self._theirs[name]
         found = self._checkpoint.shape(theirs)
         if found != shape:
             fields = _FIELDS.get(name.split(".")[-2], "hidden_size")
+            if _OUR_LOW_RANK.fullmatch(name):
+                fields = f"picture_adapter, {fields}"
             raise checkpoint_error(
                 f"tensor {theirs} has shape {list(found)}, config.json needs {list(shape)} ({fields})"
             )

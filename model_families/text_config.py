@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from lm_engine.model import DecoderConfig, MoeConfig
+from lm_engine.model import AdapterRanks, DecoderConfig, MoeConfig
 from model_families.checkpoint import checkpoint_error
 from model_families.fields import Count, Positive, check_multiple
 from model_families.rope import RopeParameters, rope_config
+
+Rank = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class PictureAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ranks of low-rank weights that act behind a picture, by projection; 0: it has none."""
+
+    q_proj: Rank = 0
+    k_proj: Rank = 0
+    v_proj: Rank = 0
+    o_proj: Rank = 0
+    gate_proj: Rank = 0
+    up_proj: Rank = 0
+    down_proj: Rank = 0
+
+    @property
+    def ranks(self) -> AdapterRanks | None:
+        ranks = {name.removesuffix("_proj"): rank for name, rank in msgspec.structs.asdict(self).items()}
+        return AdapterRanks(**ranks) if any(ranks.values()) else None
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +61,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     decoder_sparse_step: Count | None = None
     mlp_only_layers: tuple[int, ...] | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    picture_adapter: PictureAdapter | None = None  # ours, not transformers'
 
     def __post_init__(self) -> None:
         kinds, layers = self.layer_types, self.num_hidden_layers
@@ -132,6 +152,7 @@ def build_decoder_config(
         tie_embeddings=_is_tied(config, text),
         moe=None if defaults.moe is None else _moe_config(text, defaults.moe),
         num_deepstack_levels=num_deepstack_levels,
+        picture_adapter=text.picture_adapter.ranks if text.picture_adapter else None,
     )
 
 
@@ -195,5 +216,7 @@ def _refuse_unsupported(config: CheckpointConfig, text: TextConfig) -> None:
         raise checkpoint_error("config.json: mlp_bias is not supported")
     if text.use_sliding_window:
         raise checkpoint_error("config.json: use_sliding_window: sliding-window attention is not supported")
+    if text.picture_adapter is not None and (text.num_experts or text.num_local_experts):
+        raise checkpoint_error("config.json: picture_adapter: a sparse model cannot have one")
     if bytes(config.quantization_config) not in (b"", b"null"):
         raise checkpoint_error("config.json: quantization_config: quantised checkpoints are not supported")

@@ -87,13 +87,13 @@ def _with_ears_and_voice(seeing: Path, scratch: Path, downloads: Path) -> Path:
         fetch_whisper(whisper, downloads)
     except Unavailable as error:
         raise SystemExit(str(error)) from None
-    present = {"hearing": HEARING, "speaking": SPEAKING}
     make_omni(
         seeing,
         made,
         whisper=whisper,
+        hearing=HEARING if HEARING.exists() else None,
+        speaking=SPEAKING if SPEAKING.exists() else None,
         one_position_per_token=SEEING.exists() and has_mark(SEEING, ONE_POSITION_PER_TOKEN),
-        **{name: path for name, path in present.items() if path.exists()},
     )
     return made
 

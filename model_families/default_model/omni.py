@@ -57,11 +57,13 @@ def make_omni(
     hearing: Path | None = None,
     speaking: Path | None = None,
     one_position_per_token: bool = False,
+    adapter: Mapping[str, Tensor] | None = None,
 ) -> None:
     """`seeing`: the composed checkpoint; `hearing`, `speaking`: shipped weights (beside the former the
     words that are known, and which follow which, beside the latter their sections of config.json); what
     there are none for, the checkpoint does not take or give. `one_position_per_token`: as the eyes were
-    trained."""
+    trained. `adapter`: low-rank weights of the language model for what stands behind a picture, names from
+    `layers.` on (see `adapter.py`)."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(seeing)
     tokenizer.add_special_tokens(
@@ -73,6 +75,9 @@ def make_omni(
     width = tensors["thinker.model.embed_tokens.weight"].shape[1]
     tensors |= {f"thinker.{name}": value for name, value in _ears(whisper, hearing).items()}
     config = _config(json.loads((seeing / "config.json").read_text()), ids, width)
+    if adapter:
+        tensors |= {f"thinker.model.picture_adapter.{name}": value for name, value in adapter.items()}
+        config["thinker_config"]["text_config"]["picture_adapter"] = _adapter_ranks(adapter)
     config["thinker_config"]["hears"] = hearing is not None
     config["thinker_config"]["one_position_per_token"] = one_position_per_token
     for name in (HEARD_WORDS, HEARD_PAIRS):
@@ -167,6 +172,16 @@ def _config(seeing: Mapping[str, Any], ids: Mapping[str, int], width: int) -> di
         "model_type": "omnistage_nano",
         "dtype": "bfloat16",
         "thinker_config": thinker,
+    }
+
+
+def _adapter_ranks(adapter: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of the first layer's projections: all layers have the same."""
+    first, last = "layers.0.", ".lora_A.weight"
+    return {
+        name.removeprefix(first).removesuffix(last): len(value)
+        for name, value in adapter.items()
+        if name.startswith(first) and name.endswith(last)
     }
 
 

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 WEIGHTS = Path(__file__).parent / "weights"
-SEEING = WEIGHTS / "seeing.safetensors"  # the vision tower, without `model.` or `thinker.` before its names
+# The vision tower, without `model.` or `thinker.` before its names, and `adapter.`: low-rank weights of the
+# language model for what stands behind a picture, where there are any.
+SEEING = WEIGHTS / "seeing.safetensors"
 HEARING = WEIGHTS / "hearing.safetensors"  # what of the ears is not Whisper's, likewise
 SPEAKING = WEIGHTS / "speaking.safetensors"  # talker and decoder of sound, under their checkpoint's names
 EVALUATION = WEIGHTS / "evaluation.json"  # how good they are: written by hand of what the recipes measured

@@ -114,6 +114,7 @@ class Host:
         block_ids=(),
         num_computed=0,
         stop_token_ids=(),
+        gated_from=None,
     ) -> None:
         num_prompt = len(token_ids) if num_prompt is None else num_prompt
         if positions is None:
@@ -130,6 +131,7 @@ class Host:
                 seed,
                 tuple(block_ids),
                 stop_token_ids,
+                gated_from,
             )
         )
         self.sequences[slot] = Sequence(len(token_ids), num_computed, len(block_ids))

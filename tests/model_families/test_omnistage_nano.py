@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 from contracts.digests import ContentDigest
 from contracts.errors import EngineError
 from contracts.media import MediaItem
+from lm_engine.model import AdapterRanks
+from model_families.census import take_census
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
 from model_families.default_model.shipped import (
     PACKED,
@@ -165,6 +167,76 @@ def test_pictures_are_read_like_text_where_the_eyes_were_trained_so(parts, tmp_p
     spread, delta = usual.positions(usual.layout(ids, [item]))
     assert spread[:, 1:7].tolist() == [[1] * 6, [1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3]]
     assert delta < 0
+
+
+def low_rank(num_layers, width, inner, ranks):
+    """Names as `split_adapter` has them; of random values."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"q_proj": (width, width), "v_proj": (width, width // 2), "down_proj": (inner, width)}
+    made = {}
+    for layer in range(num_layers):
+        for name, rank in ranks.items():
+            num_inputs, num_outputs = sizes[name]
+            for side, shape in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
+                made[f"layers.{layer}.{name}.lora_{side}.weight"] = torch.randn(shape, generator=generator)
+    return made
+
+
+@pytest.fixture(scope="module")
+def adapted(parts, tmp_path_factory):
+    """The folder that sees, with an adapter of the language model."""
+    seeing, folder = parts[0], tmp_path_factory.mktemp("nano_adapter") / "adapted"
+    text = json.loads((seeing / "config.json").read_text())["text_config"]
+    ranks = {"q_proj": 3, "v_proj": 2, "down_proj": 5}
+    sizes = (text["num_hidden_layers"], text["hidden_size"], text["intermediate_size"])
+    adapter = low_rank(*sizes, ranks)
+    make_omni(seeing, folder, whisper=seeing.parent / "whisper", adapter=adapter)
+    return folder, ranks, adapter
+
+
+def test_an_adapter_goes_along_with_the_words(parts, adapted):
+    folder, ranks, adapter = adapted
+    config = json.loads((folder / "config.json").read_text())["thinker_config"]["text_config"]
+    assert config["picture_adapter"] == ranks
+    stored = load_file(folder / "model.safetensors")
+    for name, value in adapter.items():
+        assert torch.equal(stored[f"thinker.model.picture_adapter.{name}"], value.bfloat16())
+    family = open_family(folder)
+    assert family.decoder_config.picture_adapter == AdapterRanks(q=3, v=2, down=5)
+    family.check_weights()
+    low_rank = family.load_decoder(CPU, torch.float32, "reference").layers[1].adapter
+    assert low_rank.output is None
+    assert low_rank.gate_up is None
+    a, b = (adapter[f"layers.1.down_proj.lora_{side}.weight"].bfloat16().float() for side in "AB")
+    x = torch.randn(2, a.shape[1])
+    torch.testing.assert_close(low_rank.down(x, torch.ones(2, 1)), x @ a.T @ b.T)
+    counted = sum(value.numel() for value in adapter.values())
+    assert take_census(folder).of("thinker") == take_census(parts[2]).of("thinker") + counted
+
+
+def test_without_one_nothing_is_asked_for(parts):
+    assert "picture_adapter" not in (parts[1] / "config.json").read_text()
+    assert open_family(parts[1]).decoder_config.picture_adapter is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_proj": 4}, r"q_proj.lora_A.weight has shape .* needs \[4, 64\] \(picture_adapter, "),
+        ({"o_proj": 2}, r"picture_adapter.layers.0.o_proj.lora_A.weight.*\(picture_adapter\)"),
+        ({"down_proj": 0}, "has no use for 6 tensors: thinker.model.picture_adapter.layers.0.down_proj"),
+        ({"z_proj": 2}, "unknown field `z_proj`"),
+        ({"v_proj": -1}, "v_proj"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_another_shape_than_the_config_is_named(adapted, tmp_path, changes, message):
+    folder, ranks, _ = adapted
+    shutil.copytree(folder, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    config["thinker_config"]["text_config"]["picture_adapter"] = ranks | changes
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=message):
+        open_family(tmp_path / "other").check_weights()
 
 
 def test_marks_stand_beside_the_weights(tmp_path):
