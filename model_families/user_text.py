@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import AddedToken, Tokenizer
 
+from model_families.text_pieces import PieceEncoder, safe_cuts
+
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 # Encoded in front of a literal so that a SentencePiece-like tokenizer adds its first-word space there.
@@ -42,6 +44,9 @@ class UserText:
         for literal, mark in self._mark_of.items():
             ids = _encode_as_characters(plain, literal, control_tokens[literal])
             self._ids_of_mark[_id_of(self._tokenizer, mark)] = ids
+        added = self._tokenizer.get_added_tokens_decoder()
+        cuts = set(safe_cuts(list(added.values()))) - self._literal_of.keys()
+        self._encode_pieces = PieceEncoder(sorted(cuts), self._encode_once)
 
     def mark(self, text: str) -> str:
         """`text` with every literal replaced by its mark; unchanged, usually."""
@@ -65,14 +70,23 @@ class UserText:
         """Ids of text whose marks stand for ordinary characters and whose literals are special tokens."""
         if self._seam in marked:
             marked = self._without_idle_seams(marked)
-        if self._spaces_first_words and not add_special_tokens:
+        if add_special_tokens:
+            return self._without_marks(_ids(self._tokenizer, marked, add_special_tokens))
+        return self._encode_pieces(marked)
+
+    def _encode_once(self, marked: str) -> list[int]:
+        """All of it, with nothing kept."""
+        if self._spaces_first_words:
             first, *rest = self._marks.split(marked)
             ids = _ids(self._tokenizer, first)
             for mark, piece in zip(rest[::2], rest[1::2], strict=True):
                 ids.append(_id_of(self._tokenizer, mark))
                 ids += _encode_inside(self._tokenizer, piece)
         else:
-            ids = _ids(self._tokenizer, marked, add_special_tokens)
+            ids = _ids(self._tokenizer, marked)
+        return self._without_marks(ids)
+
+    def _without_marks(self, ids: list[int]) -> list[int]:
         if self._ids_of_mark.keys().isdisjoint(ids):
             return ids
         return [i for token_id in ids for i in self._ids_of_mark.get(token_id, (token_id,))]
