@@ -7,6 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from tests.adapted_reference import keep_beside
+
 THINKER, EARS = "thinker.", "thinker.audio_tower."
 READ_BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
 OF_EARS = ("audio_config", "audio_start_token_id", "audio_end_token_id", "audio_token_id", "hears")
@@ -26,6 +28,7 @@ def without_ears_and_voice(checkpoint: Path, out: Path) -> Path:
         for name, value in stored.items()
         if name.startswith(THINKER) and not name.startswith(EARS)
     }
+    keep_beside(out, tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     for name in READ_BESIDE:
         (out / name).symlink_to((checkpoint / name).resolve())

@@ -16,6 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.adapted_reference import add_adapter
+
 transformers.utils.logging.disable_progress_bar()
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -258,6 +260,7 @@ def reference_model(folder: Path) -> Any:
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     if config.get("one_position_per_token"):
         model.model.get_rope_index = _positions_of_text
+    add_adapter(model, folder)
     return model
 
 

@@ -9,13 +9,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils.quantization_config import GgufConfig
 
+from model_families.default_model.adapter import PREFIX as ADAPTER
+from model_families.default_model.adapter import split_adapter
 from model_families.default_model.card import Shipped, model_card, read_scores
 from model_families.default_model.compose import compose
 from model_families.default_model.omni import make_omni
@@ -61,15 +65,25 @@ def build(out: Path, downloads: Path, weights: Path | None = None, *, plain: boo
             quantization_config=GgufConfig(dequantize=True),
         )
         print("composing the checkpoint", flush=True)
-        tower = read_shipped(SEEING) if SEEING.exists() and not plain else None
-        compose(llama.float().eval(), tokenizer, made, tower)
+        seeing = read_shipped(SEEING) if SEEING.exists() and not plain else {}
+        tower, adapter = parts_of_seeing(seeing, llama.config.num_hidden_layers)
+        compose(llama.float().eval(), tokenizer, made, tower or None)
         if any(path.exists() for path in (SEEING, HEARING, SPEAKING)) and not plain:
-            made = _with_ears_and_voice(made, Path(scratch), downloads)
+            made = _with_ears_and_voice(made, Path(scratch), downloads, adapter)
         (made / "MODEL_CARD.md").write_text(_card(plain=plain))
         if out.exists():
             shutil.rmtree(out)
         made.rename(out)
     print(f"built {out}", flush=True)
+
+
+def parts_of_seeing(
+    shipped: Mapping[str, Tensor], num_layers: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tower, names from `visual.` on, and the language model's adapter, from `layers.` on: empty where
+    there is none."""
+    tower = {name: tensor for name, tensor in shipped.items() if not name.startswith(ADAPTER)}
+    return tower, split_adapter(shipped, num_layers)
 
 
 def _card(*, plain: bool) -> str:
@@ -79,7 +93,7 @@ def _card(*, plain: bool) -> str:
     return model_card(shipped_name(), shipped, read_scores(EVALUATION))
 
 
-def _with_ears_and_voice(seeing: Path, scratch: Path, downloads: Path) -> Path:
+def _with_ears_and_voice(seeing: Path, scratch: Path, downloads: Path, adapter: Mapping[str, Tensor]) -> Path:
     """The ears' lower half is Whisper's, as published."""
     whisper, made = scratch / "whisper", scratch / "omni"
     print("fetching what the ears grew out of (71 MB)", flush=True)
@@ -94,6 +108,7 @@ def _with_ears_and_voice(seeing: Path, scratch: Path, downloads: Path) -> Path:
         hearing=HEARING if HEARING.exists() else None,
         speaking=SPEAKING if SPEAKING.exists() else None,
         one_position_per_token=SEEING.exists() and has_mark(SEEING, ONE_POSITION_PER_TOKEN),
+        adapter=adapter,
     )
     return made
 

@@ -17,6 +17,8 @@ from contracts.errors import EngineError
 from contracts.media import MediaItem
 from lm_engine.model import AdapterRanks
 from model_families.census import take_census
+from model_families.default_model.adapter import join_adapter
+from model_families.default_model.build import parts_of_seeing
 from model_families.default_model.omni import EARS, EARS_MORE, NEW_TOKENS, TTS_ROWS, make_omni
 from model_families.default_model.shipped import (
     PACKED,
@@ -56,7 +58,7 @@ TEMPLATE = """\
 """
 
 
-def _whisper(folder):
+def little_whisper(folder):
     """An encoder of Whisper tiny.en's shape."""
     width, inner = EARS["d_model"], EARS_MORE["encoder_ffn_dim"]
     shapes = {"conv1": (width, EARS["num_mel_bins"], 3), "conv2": (width, width, 3), "layer_norm": (width,)}
@@ -101,7 +103,7 @@ def parts(tiny, tmp_path_factory):
     write_packed(folder / (HEARD_PAIRS + PACKED), ["it the 9"])
     for name in (SPOKEN_WORDS, SPOKEN_PIECES):
         shutil.copy(SPEAKING.with_name(name), folder)
-    make_omni(seen, folder / "omni", whisper=_whisper(whisper), speaking=speaking, hearing=hearing)
+    make_omni(seen, folder / "omni", whisper=little_whisper(whisper), speaking=speaking, hearing=hearing)
     make_omni(seen, folder / "neither", whisper=whisper)
     return seen, folder / "omni", folder / "neither"
 
@@ -212,6 +214,22 @@ def test_an_adapter_goes_along_with_the_words(parts, adapted):
     torch.testing.assert_close(low_rank.down(x, torch.ones(2, 1)), x @ a.T @ b.T)
     counted = sum(value.numel() for value in adapter.values())
     assert take_census(folder).of("thinker") == take_census(parts[2]).of("thinker") + counted
+
+
+def test_shipped_eyes_and_adapter_come_apart(adapted, tmp_path):
+    _, _, adapter = adapted
+    tower = {"visual.blocks.0.norm.weight": torch.ones(4)}
+    for shipped in (join_adapter(adapter, num_layers(adapter)), {}):
+        write_shipped(tmp_path / "seeing", tower | shipped)
+        eyes, found = parts_of_seeing(read_shipped(tmp_path / "seeing"), num_layers(adapter))
+        assert eyes.keys() == tower.keys()
+        assert found.keys() == (adapter.keys() if shipped else set())
+        for name, value in found.items():
+            torch.testing.assert_close(value, adapter[name], atol=0.05, rtol=0)
+
+
+def num_layers(adapter):
+    return len({name.split(".")[1] for name in adapter})
 
 
 def test_without_one_nothing_is_asked_for(parts):
