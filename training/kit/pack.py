@@ -31,9 +31,10 @@ def pack(
     whisper: Path | None,
     hearing_alone: bool,
     sees: bool = True,
+    speaks: bool = True,
 ) -> list[Path]:
     """`states`: folders of earlier runs to go on from, by "seeing", "speaking" or "hearing". `sees`: with
-    what seeing is trained from, most of the bytes."""
+    what seeing is trained from, most of the bytes; `speaks`: with what starts the speakers."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         kit = Layout(Path(scratch))
@@ -47,7 +48,7 @@ def pack(
             _module("training.hearing.bundle", whisper, kit.assets)
             carry_libraries(kit.libraries)
         if not hearing_alone:
-            carry_language_model(kit, downloads)
+            carry_language_model(kit, downloads, speaks=speaks)
             if sees:
                 carry_fonts(kit.fonts)
             else:
@@ -99,12 +100,13 @@ def carry_fonts(folder: Path) -> None:
         subset.save_font(font, str(folder / file.name), options)
 
 
-def carry_language_model(kit: Layout, downloads: Path) -> None:
+def carry_language_model(kit: Layout, downloads: Path, *, speaks: bool) -> None:
     from model_families.default_model.build import fetch
 
     fetch(kit.weights, downloads)
-    tokenizer, table = kit.assets / "tokenizer.json", kit.assets / "table.safetensors"
-    _module("training.speaking.make_table", kit.weights, table, "--tokenizer", tokenizer)
+    if speaks:
+        tokenizer, table = kit.assets / "tokenizer.json", kit.assets / "table.safetensors"
+        _module("training.speaking.make_table", kit.weights, table, "--tokenizer", tokenizer)
 
 
 def carry_libraries(folder: Path) -> None:
@@ -136,15 +138,15 @@ def tree_bytes() -> int:
     )
 
 
-def calls(folders: list[Path], root: str, seconds: int, *, sees: bool = True) -> list[str]:
-    """What to run there, a line a call: the machine stays as it is between them."""
+def calls(folders: list[Path], root: str, seconds: int, stages: str = "") -> list[str]:
+    """What to run there, a line a call: the machine stays as it is between them. `stages`: else the usual."""
     lines = []
     for folder in folders:
         lines.append(f"carry {folder}: python3 -m training.kit unpack {folder} --to {root}")
     lines[-1] = lines[-1].replace(": ", ": began=$(date +%s); ", 1)
     left = f"$(({seconds}-$(date +%s)+began))"
     lines[-1] += f" && python3 -m training.kit train {root} --seconds {left} --out $OUT"
-    lines[-1] += "" if sees else " --stages decoder talker"
+    lines[-1] += f" --stages {stages}" if stages else ""
     return lines
 
 
@@ -160,6 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=Path, help="a run's folder, to go on from")
     parser.add_argument("--whisper", type=Path, help="to train hearing as well: what `make whisper` made")
     parser.add_argument("--hearing-alone", action="store_true", help="nothing that only the others need")
+    parser.add_argument("--seeing-alone", action="store_true", help="nobody speaks")
     parser.add_argument("--blind", action="store_true", help="without what seeing is trained from")
     parser.add_argument("--seconds", type=int, default=585, help="of the last call")
 
@@ -178,11 +181,12 @@ def main(given: argparse.Namespace) -> None:
         whisper=given.whisper,
         hearing_alone=given.hearing_alone,
         sees=not given.blind,
+        speaks=not given.seeing_alone,
     )
     for folder in folders:
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{folder}: {size / 1e6:.1f} MB")
-    lines = calls(folders, "/tmp/kit", given.seconds, sees=not given.blind)
-    if given.hearing_alone:
-        lines[-1] += " --stages hearing"
+    alone = "hearing" if given.hearing_alone else "seeing" if given.seeing_alone else ""
+    stages = alone or ("decoder talker" if given.blind else "")
+    lines = calls(folders, "/tmp/kit", given.seconds, stages)
     print("\n".join(["then, one after the other:", *lines]))

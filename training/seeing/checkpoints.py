@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-MAX_FILE_BYTES = 15 << 20
+MAX_FILE_BYTES = 14 << 20
 STATE_FILE = "state.json"
 SCHEME = 1  # 0: colour and shape by turns over a thing; 1: phrases in reading order
 

@@ -66,6 +66,8 @@ def test_the_last_call_trains(tmp_path):
     lines = calls([tmp_path / "1", tmp_path / "2"], "/tmp/kit", 500)
     assert ["train" in line.split() for line in lines] == [False, True]
     assert all(f"unpack {tmp_path / str(n)} " in line for n, line in enumerate(lines, 1))
+    assert "--stages" not in lines[-1]
+    assert calls([tmp_path / "1"], "/tmp/kit", 500, "seeing")[-1].endswith(" --stages seeing")
 
 
 @pytest.mark.parametrize(
