@@ -71,4 +71,4 @@ def test_answers_are_the_references(folders, overrides) -> None:
     for name, first, second in zip(TURNS, found, again, strict=True):
         count = len(want[name])
         assert first.tokens[:count] == second.tokens[:count] == want[name], name
-    assert all(answer.num_cached_tokens for answer in again)
+    assert all(answer.num_cached_tokens for name, answer in zip(TURNS, again, strict=True) if name != "text")
