@@ -35,7 +35,8 @@ class Gate:
         self._refusal = Outermost(self._refuse)
         self._under_way: set[asyncio.Task[object]] = set()
         self._draining = False
-        self._cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cut = False
+        self._receiving: set[asyncio.Timeout] = set()  # of those who wait for their clients
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -59,11 +60,14 @@ class Gate:
     def cut(self, why: str) -> None:
         """What is under way ends now, with an error that says so where its client can still be told."""
         assert self._draining
-        if self._cut.done() or self._empty.is_set():
+        if self._cut or self._empty.is_set():
             return
         logger.warning("%s: %d requests under way are cut off", why, len(self._under_way))
-        self._cut.set_result(None)
-        asyncio.get_running_loop().call_later(CUT_GRACE_S, self._cancel)
+        self._cut = True
+        loop = asyncio.get_running_loop()
+        for waiting in self._receiving:
+            waiting.reschedule(loop.time())
+        loop.call_later(CUT_GRACE_S, self._cancel)
 
     def _cancel(self) -> None:
         for task in self._under_way:
@@ -81,7 +85,7 @@ class Gate:
         try:
             await self._app(scope, lambda: self._receive(receive), send)
         except asyncio.CancelledError:
-            if not self._cut.done():
+            if not self._cut:
                 raise
         finally:
             self._under_way.discard(task)
@@ -90,13 +94,17 @@ class Gate:
 
     async def _receive(self, receive: Receive) -> Message:
         """Whoever answers a request waits here for its client to leave, so here it hears of the cut."""
-        receiving = asyncio.ensure_future(receive())
-        try:
-            await asyncio.wait((receiving, self._cut), return_when=asyncio.FIRST_COMPLETED)
-            if receiving.done():
-                return receiving.result()
-        finally:
-            receiving.cancel()
+        if not self._cut:
+            waiting = asyncio.timeout(None)
+            try:
+                async with waiting:
+                    self._receiving.add(waiting)
+                    return await receive()
+            except TimeoutError:
+                if not waiting.expired():
+                    raise
+            finally:
+                self._receiving.discard(waiting)
         raise _unavailable("the server was told to stop at once", "shutting_down")
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

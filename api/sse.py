@@ -37,15 +37,21 @@ class ReaderStalled(Exception):
 async def unless_disconnected(receive: Receive, work: Coroutine[None, None, ResultT]) -> ResultT | None:
     """Runs `work`; cancels it the moment the client leaves, and then returns None after it has cleaned up.
     Raises what `receive` raises, where the server itself ends the request."""
-    working = asyncio.ensure_future(work)
+    watched = asyncio.timeout(None)
     watching = asyncio.ensure_future(_disconnect(receive))
+    watching.add_done_callback(lambda _: None if over else watched.reschedule(watching.get_loop().time()))
+    over = False
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else watching.result()
+        async with watched:  # in this task: one of its own would begin later
+            return await work
+    except Exception:
+        if not watched.expired():
+            raise
+        return watching.result()
     finally:
-        working.cancel()
+        over = True
         watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -187,6 +187,8 @@ class OmniService:
         if not sources:
             return []
         self._check_sources(sources)
+        if len(sources) == 1:
+            return list(await self._claim(sources[0]))
         tasks = [asyncio.create_task(self._claim(source)) for source in sources]
         try:
             return [claim for claims in await asyncio.gather(*tasks) for claim in claims]
