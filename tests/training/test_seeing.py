@@ -25,6 +25,7 @@ from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Row, Words, s
 from training.seeing.decoder import RANKS, Decoder
 from training.seeing.export import shipped_tensors, tower_tensors
 from training.seeing.layout import lay_out, letter_cells
+from training.seeing.make_plain_talk import questions
 from training.seeing.model import Seeing
 from training.seeing.palette import COLOURS, SHAPES, VARIANTS, shape_mask
 from training.seeing.plain_talk import plain_talk
@@ -588,3 +589,10 @@ def test_a_run_goes_on_from_one_that_had_no_adapter(checkpoint, small_tower, tmp
     assert checkpoints.restore(model, tmp_path).steps == 3
     assert torch.equal(tower.labels.bias, torch.full((3,), -4.0))
     assert all(one.any() != name.endswith(".b") for name, one in decoder.named_parameters())
+
+
+def test_words_without_a_picture_are_many_and_different():
+    asked = questions()
+    assert len(asked) == len(set(asked)) > 400
+    assert not any("{" in question or "  " in question for question in asked)
+    assert {"What is the capital of France?", "Name a bird.", "Is the earth round?"} <= set(asked)
