@@ -112,12 +112,12 @@ class DecoderStack:
         assert num_deepstack <= len(self.layers)
         cos_TP, sin_TP = turns
         kept_layer, num_layers = self.config.kept_hidden_layer, len(self.layers)
+        fused = self._fused if num_deepstack == 0 else None
+        if fused is not None and attention is self.attention and fused.takes(metadata):
+            return self._forward_fused(fused, hidden_TH, turns, kv, metadata)
         layers, gate_T1 = self.layers, metadata.gate_T1
         if gate_T1 is not None:
             layers = self._gated(gate_T1.to(hidden_TH.dtype))
-        fused = self._fused if num_deepstack == 0 and gate_T1 is None else None
-        if fused is not None and attention is self.attention and fused.takes(metadata):
-            return self._forward_fused(fused, hidden_TH, turns, kv, metadata)
         residual_TH = hidden_TH
         normed_TH = kernels.rms_norm(residual_TH, layers[0].input_norm_H, eps)
         for index, layer in enumerate(layers):

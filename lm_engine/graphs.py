@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,15 @@ logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 8
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+GATED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+Size = TypeVar("Size")
+
+
+class StepKind(NamedTuple):
+    """What a graph is for: steps of up to so many sequences. `gated`: a picture adapter takes part."""
+
+    size: int
+    gated: bool = False
 
 
 class DecodeGraphs(Protocol):
@@ -36,8 +45,9 @@ class DecodeGraphs(Protocol):
 
     max_rows: int
 
-    def replay(self, packed_4R: np.ndarray) -> tuple[Tensor, Sampled]:
-        """Runs the step of `RequestTable.pack_decodes`. The logits [R, V] are valid, and may be spent, until
+    def replay(self, packed_4R: np.ndarray, *, gated: bool = False) -> tuple[Tensor, Sampled]:
+        """Runs the step of `RequestTable.pack_decodes`; `gated`: a picture adapter takes part. The logits
+        [R, V] are valid, and may be spent, until
         the next replay; the tokens, drawn greedily or by plain temperature, are the caller's."""
         ...
 
@@ -78,9 +88,13 @@ def make_decode_graphs(
     return CapturedDecodes(model, attention, kv, table)
 
 
-def bucket(num_rows: int, max_rows: int) -> int:
-    """The smallest captured batch that holds the rows."""
-    return min(max_rows, next(size for size in (*BATCH_SIZES, max_rows) if size >= num_rows))
+def step_kinds(max_rows: int, *, gated: bool) -> list[StepKind]:
+    """Of all graphs of steps up to `max_rows`, the smallest first; `gated`: with those of an adapter."""
+    plain = [StepKind(size) for size in BATCH_SIZES if size < max_rows] + [StepKind(max_rows)]
+    if not gated:
+        return plain
+    adapted = [StepKind(size, True) for size in GATED_SIZES if size < max_rows] + [StepKind(max_rows, True)]
+    return sorted(plain + adapted)
 
 
 def stand_in(size: int, captured: Iterable[int]) -> int:
@@ -89,7 +103,19 @@ def stand_in(size: int, captured: Iterable[int]) -> int:
     return min((other for other in captured if other >= size), default=size)
 
 
-def compile_ahead(run: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
+def graph_for(kind: StepKind, kinds: Iterable[StepKind], captured: Iterable[StepKind]) -> StepKind:
+    """As `stand_in`, of `kinds`: where an adapter takes part it need not change a row."""
+
+    def smallest(among: Iterable[StepKind]) -> StepKind | None:
+        fitting = (other for other in among if other.size >= kind.size and other.gated >= kind.gated)
+        return min(fitting, default=None)
+
+    found = smallest(captured) or smallest(k for k in kinds if k.gated == kind.gated)
+    assert found is not None, f"no graph is for {kind}"
+    return found
+
+
+def compile_ahead(run: Callable[[Size], None], sizes: Sequence[Size], device: torch.device) -> None:
     """Runs all sizes once, on several threads. The first goes alone: most kernels are the same for all."""
     from lm_engine.triton.launch import compiling_ahead
 
@@ -122,13 +148,14 @@ class CapturedDecodes:
         self._model, self._attention, self._kv, self._table = model, attention, kv, table
         self._arrivals_R = torch.zeros(self.max_rows, dtype=torch.int32, device=table.device)
         self._recorder = GraphRecorder(table.device)
-        self._captured: dict[int, _Captured] = {}
+        self._kinds = step_kinds(self.max_rows, gated=table.gated_from is not None)
+        self._captured: dict[StepKind, _Captured] = {}
 
-    def replay(self, packed_4R: np.ndarray) -> tuple[Tensor, Sampled]:
+    def replay(self, packed_4R: np.ndarray, *, gated: bool = False) -> tuple[Tensor, Sampled]:
         num_rows = packed_4R.shape[1]
-        size = stand_in(bucket(num_rows, self.max_rows), self._captured)
-        captured = self._captured.get(size) or self._capture(size)
-        padded_4B = np.zeros((4, size), dtype=np.int32)
+        kind = graph_for(StepKind(num_rows, gated), self._kinds, self._captured)
+        captured = self._captured.get(kind) or self._capture(kind)
+        padded_4B = np.zeros((4, kind.size), dtype=np.int32)
         padded_4B[0] = -1
         padded_4B[:, :num_rows] = packed_4R
         captured.buffers.packed_4R.copy_(torch.from_numpy(padded_4B).pin_memory(), non_blocking=True)
@@ -142,36 +169,36 @@ class CapturedDecodes:
 
     def capture_all(self) -> int:
         with torch.inference_mode():
-            for size in self.missing():
-                self._capture(size)
+            for kind in self.missing():
+                self._capture(kind)
         return len(self._captured)
 
     def capture_next(self) -> bool:
         missing = self.missing()
         with torch.inference_mode():
-            for size in missing[:1]:
-                self._capture(size)
+            for kind in missing[:1]:
+                self._capture(kind)
         return bool(missing)
 
-    def missing(self) -> list[int]:
-        """Batches that are not captured yet, the largest first."""
-        sizes = {bucket(num_rows, self.max_rows) for num_rows in range(1, self.max_rows + 1)}
-        return sorted(sizes - self._captured.keys(), reverse=True)
+    def missing(self) -> list[StepKind]:
+        """Batches that are not captured yet, the largest first, with an adapter before without: that one is
+        right for all."""
+        return sorted(set(self._kinds) - self._captured.keys(), reverse=True)
 
     @torch.inference_mode()
-    def run_once(self, size: int) -> None:
+    def run_once(self, kind: StepKind) -> None:
         """The step of padding alone, on the current stream."""
         from lm_engine.triton.step import DecodeBuffers
 
-        self._run(DecodeBuffers.allocate(size, self._table))
+        self._run(DecodeBuffers.allocate(kind.size, self._table, gated=kind.gated))
 
-    def _capture(self, size: int) -> _Captured:
+    def _capture(self, kind: StepKind) -> _Captured:
         from lm_engine.triton.step import DecodeBuffers
 
-        buffers = DecodeBuffers.allocate(size, self._table)
+        buffers = DecodeBuffers.allocate(kind.size, self._table, gated=kind.gated)
         graph, logits_RV = self._recorder.record(lambda: self._run(buffers))
-        captured = self._captured[size] = _Captured(graph, buffers, logits_RV)
-        logger.info("captured the decode step of %d sequences", size)
+        captured = self._captured[kind] = _Captured(graph, buffers, logits_RV)
+        logger.info("captured the decode step of %d sequences", kind.size)
         return captured
 
     def _run(self, buffers: DecodeBuffers) -> Tensor:

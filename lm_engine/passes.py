@@ -25,6 +25,9 @@ TOKEN_SIZES = (
     *(1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048),
 )
 
+# Of steps in which a picture adapter takes part: few beside the others.
+GATED_TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
 # A step whose sequences are all this short, in tokens, has a graph of its own, where attention splits no
 # keys; beyond so many tokens of a step it splits none anyway.
 SHORT_LENGTH = 1024
@@ -32,14 +35,25 @@ MAX_SPLIT_TOKENS = 1024
 
 
 class PassShape(NamedTuple):
-    """What a graph is for: steps of so many tokens, padding included, over sequences of at most so many."""
+    """What a graph is for: steps of so many tokens, padding included, over sequences of at most so many.
+    `gated`: a picture adapter takes part."""
 
     num_tokens: int
     max_length: int
+    gated: bool = False
 
 
-def pass_shapes(max_tokens: int, max_length: int) -> list[PassShape]:
-    """Of all steps up to `max_tokens`, the smallest first."""
+def pass_shapes(max_tokens: int, max_length: int, *, gated: bool = False) -> list[PassShape]:
+    """Of all steps up to `max_tokens`, the smallest first; `gated`: with those of an adapter."""
+    plain = _plain_shapes(max_tokens, max_length)
+    if not gated:
+        return plain
+    largest = plain[-1].num_tokens
+    sizes = [size for size in GATED_TOKEN_SIZES if size < largest]
+    return sorted([*plain, *(PassShape(size, max_length, True) for size in (*sizes, largest))])
+
+
+def _plain_shapes(max_tokens: int, max_length: int) -> list[PassShape]:
     return [
         PassShape(num_tokens, length)
         for num_tokens in TOKEN_SIZES
@@ -130,13 +144,9 @@ class PaddedInputs:
         self.lengths_R[:num_rows].copy_(metadata.sequence_lengths)
         self.lengths_R[num_rows:].zero_()
         self.tables_RM[:num_rows, :num_blocks].copy_(metadata.block_tables)
-        if self.gate_T1 is not None:
-            self._write_gate(self.gate_T1[:num_tokens], metadata.gate_T1)
-
-    def _write_gate(self, padded_T1: Tensor, gate_T1: Tensor | None) -> None:
-        padded_T1.zero_()
-        if gate_T1 is not None:
-            padded_T1[: len(gate_T1)].copy_(gate_T1)
+        if self.gate_T1 is not None and metadata.gate_T1 is not None:
+            self.gate_T1[:used].copy_(metadata.gate_T1)
+            self.gate_T1[used:num_tokens].zero_()
 
     def clear(self) -> None:
         """Nothing but padding."""
@@ -155,8 +165,14 @@ class PaddedInputs:
             host_query_starts=(),
             host_sequence_lengths=(),
             padded=True,
-            gate_T1=None if self.gate_T1 is None else self.gate_T1[: shape.num_tokens],
+            gate_T1=self._gate(shape),
         )
+
+    def _gate(self, shape: PassShape) -> Tensor | None:
+        if not shape.gated:
+            return None
+        assert self.gate_T1 is not None, "the table has no gates"
+        return self.gate_T1[: shape.num_tokens]
 
 
 class PaddedPasses:
@@ -173,7 +189,7 @@ class PaddedPasses:
         self._model, self._attention, self._kv = model, attention, kv
         probe_1H = model.embed(torch.zeros(1, dtype=torch.int64, device=table.device))
         width = probe_1H.shape[-1]
-        self.shapes = pass_shapes(max_tokens, table.max_length)
+        self.shapes = pass_shapes(max_tokens, table.max_length, gated=table.gated_from is not None)
         self._inputs = PaddedInputs(model, table, self.shapes[-1].num_tokens, width, probe_1H.dtype)
 
     def takes(self, num_tokens: int, deepstack_KTH: Tensor | None) -> bool:
@@ -181,7 +197,9 @@ class PaddedPasses:
 
     def run(self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata) -> Tensor:
         num_tokens, length = hidden_TH.shape[0], metadata.max_sequence_length
-        shape = next(s for s in self.shapes if s.num_tokens >= num_tokens and s.max_length >= length)
+        gated = metadata.gate_T1 is not None
+        fitting = (s for s in self.shapes if s.num_tokens >= num_tokens and s.max_length >= length)
+        shape = next(s for s in fitting if s.gated == gated)
         self._prepare(shape)
         self._inputs.write(hidden_TH, positions_AT, metadata, shape.num_tokens)
         return self.forward(shape)[:num_tokens]

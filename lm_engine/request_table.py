@@ -242,8 +242,7 @@ class RequestTable:
         slots_R, starts_R, counts_R = np.ascontiguousarray(triples.T)
         query_starts = np.concatenate([np.zeros(1, dtype=np.int64), counts_R.cumsum()])
         samples_R = np.array([s.samples for s in sequences])
-        is_gated = any(self.rows[s.slot].is_gated(s.start + s.num_tokens) for s in sequences)
-        step = HostStep(slots_R, starts_R, counts_R, query_starts, samples_R, is_gated)
+        step = HostStep(slots_R, starts_R, counts_R, query_starts, samples_R, self.is_gated(sequences))
         return self.gather_on_host(step) if self.device.type == "cpu" else self.gather_on_device(step)
 
     def gather_on_device(self, step: HostStep) -> StepInputs:
@@ -273,6 +272,12 @@ class RequestTable:
             next_index_S=next_index_S,
             gate_T1=self.gate(slot_T, index_T) if step.is_gated else None,
         )
+
+    def is_gated(self, sequences: Sequence[SequenceStep]) -> bool:
+        """Whether a picture adapter takes part in the step."""
+        if self.gated_from is None:
+            return False
+        return any(self.rows[step.slot].is_gated(step.start + step.num_tokens) for step in sequences)
 
     def gate(self, slot_T: Tensor, index_T: Tensor) -> Tensor:
         """[T, 1] float32 of the tokens at these indices: see `AttentionMetadata`."""

@@ -217,7 +217,7 @@ class Runner:
         """The same step by a graph. It always draws as if all rows were plain; others are drawn again."""
         packed = self.table.pack_decodes(plan.sequences)
         slots, next_index = packed[0].tolist(), (packed[1] + 1).tolist()
-        logits_RV, sampled = graphs.replay(packed)
+        logits_RV, sampled = graphs.replay(packed, gated=self.table.is_gated(plan.sequences))
         if not all(map(self.table.draws_plainly, slots, next_index)):
             slots_S, next_index_S = self.table.to_device(packed[:2].astype(np.int64)).unbind(0)
             rows = SampledRows(

@@ -124,8 +124,8 @@ class FusedPass(Protocol):
         first_layer: int = 0,
     ) -> Tensor:
         """Through `layers`, the first of which is the cache's `first_layer`: from the residual stream before
-        them to that after them, no norm at its end. Spends `residual_TH`; attends with the kernels' own
-        attention."""
+        them to that after them, no norm at its end, adapters added where `metadata` has a gate. Spends
+        `residual_TH`; attends with the kernels' own attention."""
         ...
 
 

@@ -114,7 +114,7 @@ class NativePass:
         self._described: dict[int, PassDescriber] = {}  # by the first layer's id
 
     def takes(self, metadata: AttentionMetadata) -> bool:
-        return not metadata.padded
+        return not metadata.padded and metadata.gate_T1 is None
 
     def run(
         self,

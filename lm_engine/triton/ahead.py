@@ -78,8 +78,8 @@ def decoder_launches(
     table, kv = _memory(model.config, model.dtype, max_sequences, max_length, block_size, kv_dtype)
     with recording() as launches, torch.inference_mode():
         decodes = CapturedDecodes(model, model.attention, kv, table)
-        for size in decodes.missing():
-            decodes.run_once(size)
+        for kind in decodes.missing():
+            decodes.run_once(kind)
         passes = PaddedPasses(model, model.attention, kv, table)
         for shape in passes.shapes:
             passes.forward(shape)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from lm_engine.attention.triton import TritonAttention
-from lm_engine.layers.kernels import DecoderLayer, HeadShape, Linear, Mlp
+from lm_engine.layers.kernels import DecoderLayer, HeadShape, LayerAdapter, Linear, LowRank, Mlp
 from lm_engine.layers.mlp import DenseMlp, SparseMlp
 from lm_engine.model import AttentionMetadata, PagedKV
 from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.linear import MAX_SKINNY_ROWS, Norm, TritonLinear
 from lm_engine.triton.norm import launch_norm
+
+_NO_ADAPTER = LayerAdapter(qkv=None, output=None, gate_up=None, down=None)
 
 
 class DecodePass:
@@ -42,19 +44,44 @@ class DecodePass:
         metadata: AttentionMetadata,
         first_layer: int = 0,
     ) -> Tensor:
+        gate_T1 = None if metadata.gate_T1 is None else metadata.gate_T1.to(residual_TH.dtype)
         for index, layer in enumerate(layers, first_layer):
-            qkv_TX = _of_norm(layer.qkv, residual_TH, Norm(layer.input_norm_H, eps))
+            adapter = _NO_ADAPTER if gate_T1 is None or layer.adapter is None else layer.adapter
+            input_norm, post_norm = Norm(layer.input_norm_H, eps), Norm(layer.post_norm_H, eps)
+            qkv_TX = _of_norm(layer.qkv, residual_TH, input_norm)
+            if adapter.qkv is not None:
+                _add_low_rank(adapter.qkv, _normed(residual_TH, input_norm), gate_T1, qkv_TX)
             attended_TH = self._attention.rotate_and_attend(
                 qkv_TX, heads, cos_TP, sin_TP, layer.qk_norm, kv, index, metadata
             )
             _ours(layer.output).fused(attended_TH, residual_MO=residual_TH)
-            post_norm = Norm(layer.post_norm_H, eps)
+            _add_low_rank(adapter.output, attended_TH, gate_T1, residual_TH)
             if isinstance(layer.mlp, DenseMlp):
-                gated_TI = _of_norm(layer.mlp.gate_up, residual_TH, post_norm, gated=True)
+                gated_TI = _gated(layer.mlp, adapter.gate_up, residual_TH, post_norm, gate_T1)
                 _ours(layer.mlp.down).fused(gated_TI, residual_MO=residual_TH)
+                _add_low_rank(adapter.down, gated_TI, gate_T1, residual_TH)
             else:
                 _add_sparse(layer.mlp, residual_TH, post_norm)
         return residual_TH
+
+
+def _gated(
+    mlp: DenseMlp, low_rank: LowRank | None, residual_TH: Tensor, norm: Norm, gate_T1: Tensor | None
+) -> Tensor:
+    """silu(gate) · up of the normed residual stream."""
+    if low_rank is None:
+        return _of_norm(mlp.gate_up, residual_TH, norm, gated=True)
+    normed_TH = _normed(residual_TH, norm)
+    gate_up_T2I = _ours(mlp.gate_up).fused(normed_TH)
+    _add_low_rank(low_rank, normed_TH, gate_T1, gate_up_T2I)
+    return mlp.kernels.silu_mul(gate_up_T2I)
+
+
+def _add_low_rank(low_rank: LowRank | None, x_TI: Tensor, gate_T1: Tensor | None, out_TO: Tensor) -> None:
+    if low_rank is not None:
+        assert gate_T1 is not None
+        low_TR = _ours(low_rank.down).fused(x_TI).mul_(gate_T1)
+        _ours(low_rank.up).fused(low_TR, residual_MO=out_TO)
 
 
 def _add_sparse(mlp: Mlp, residual_TH: Tensor, norm: Norm) -> None:

@@ -32,13 +32,15 @@ class DecodeBuffers:
     results_2R: Tensor  # int32: token, and whether its logits were finite
 
     @classmethod
-    def allocate(cls, num_rows: int, table: RequestTable) -> DecodeBuffers:
+    def allocate(cls, num_rows: int, table: RequestTable, *, gated: bool = False) -> DecodeBuffers:
+        """`gated`: for steps in which the table's picture adapter takes part."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=table.device)
 
         packed_4R = zeros(4, num_rows)
         packed_4R[0] = -1
-        gate_R1 = None if table.gated_from is None else zeros(num_rows, 1, dtype=torch.float32)
+        gate_R1 = zeros(num_rows, 1, dtype=torch.float32) if gated else None
         metadata = AttentionMetadata(
             query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=table.device),
             sequence_lengths=zeros(num_rows),

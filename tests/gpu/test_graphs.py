@@ -8,7 +8,7 @@ import torch
 
 from contracts.params import SamplingParams
 from lm_engine.decoder import Decoder
-from lm_engine.graphs import bucket
+from lm_engine.graphs import StepKind, graph_for, step_kinds
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import RopeConfig
 from lm_engine.passes import TOKEN_SIZES
@@ -137,4 +137,5 @@ def test_infinite_logits_fail_their_row_alone(decoder):
 
 
 def test_batches_round_up():
-    assert [bucket(n, 50) for n in (1, 3, 8, 9, 33, 41, 49, 50)] == [1, 4, 8, 16, 40, 48, 50, 50]
+    kinds, counts = step_kinds(50, gated=False), (1, 3, 8, 9, 33, 41, 49, 50)
+    assert [graph_for(StepKind(n), kinds, ()).size for n in counts] == [1, 4, 8, 16, 40, 48, 50, 50]

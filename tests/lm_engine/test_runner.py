@@ -121,7 +121,7 @@ class TorchGraphs:
     def __init__(self, runner):
         self.runner, self.num_replays = runner, 0
 
-    def replay(self, packed_4R):
+    def replay(self, packed_4R, *, gated=False):
         self.num_replays += 1
         table, model = self.runner.table, self.runner.model
         for slot, _, block, column in packed_4R.T.tolist():

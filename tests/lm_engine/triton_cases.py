@@ -17,15 +17,16 @@ from lm_engine.attention.quantised import dequantise
 from lm_engine.attention.reference import SequenceAttention
 from lm_engine.attention.triton import TritonAttention, choose_tile
 from lm_engine.decoder import Decoder
+from lm_engine.graphs import CapturedDecodes
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
 from lm_engine.layers.selection import select_kernels
-from lm_engine.model import AttentionMetadata, MoeConfig, PagedKV, RopeConfig
+from lm_engine.model import AdapterRanks, AttentionMetadata, MoeConfig, PagedKV, RopeConfig
 from lm_engine.passes import CapturedPasses, PaddedPasses
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable, SampledRows
 from lm_engine.row_sampler import RowSampler, needs_of
-from lm_engine.sampler import Needs, RowParams, sample
+from lm_engine.sampler import Needs, RowParams, Sampled, sample
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.kernels import TritonKernels
@@ -426,6 +427,74 @@ def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
     assert_near(caches[1].hidden, caches[0].hidden, torch.float32)
     assert_near(outputs[1], outputs[0], torch.float32)
     assert_near(caches[1].keys, caches[0].keys, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("mix", "ranks"),
+    [
+        ("decodes", AdapterRanks(q=3, k=2, v=4, o=3, gate=2, up=1, down=5)),
+        ("one decode", AdapterRanks(v=2, up=3)),
+    ],
+)
+def test_an_adapter_adds_what_it_adds_to_the_plain_kernels(kernels, mix, ranks):
+    """The fused way as well, and nothing for tokens whose gate is 0."""
+    config = tiny_config(head_dim=16, rope=ROPE, picture_adapter=ranks)
+    source = RandomSource(device=DEVICE)
+    plain, ours = (Decoder(config, source, k) for k in (ReferenceKernels(), kernels))
+    case = on_device(Case(LENGTHS[mix], block_size=16, heads=4, groups=2, head_dim=16))
+    num_tokens = len(case.q_TND)
+    positions = torch.arange(num_tokens, device=DEVICE)
+    token_ids, found = positions % config.vocab_size, []
+    gates = [None, *((positions % 2 == rest).float()[:, None] for rest in (0, 1))]
+    for decoder, gate_T1 in itertools.product((plain, ours), gates):
+        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone())
+        metadata = dataclasses.replace(case.metadata, gate_T1=gate_T1)
+        found.append(
+            decoder.forward(decoder.embed(token_ids), positions[None], kv, decoder.attention, metadata)
+        )
+    for theirs, mine in zip(found[:3], found[3:], strict=True):
+        assert_near(mine, theirs, torch.float32)
+    ungated = found[3] - found[4]
+    if mix == "decodes":  # each sequence for itself
+        torch.testing.assert_close(ungated[1::2], torch.zeros_like(ungated[1::2]), atol=1e-5, rtol=0)
+    assert ungated[0].abs().max() > 0.1
+
+
+def test_a_decode_step_in_a_graph_takes_its_gates_from_the_table(kernels):
+    num_rows = 3
+    config = tiny_config(head_dim=16, rope=ROPE, picture_adapter=AdapterRanks(q=2, down=3))
+    decoder, drawn = Decoder(config, RandomSource(device=DEVICE), kernels), []
+    for in_graph in (False, True):
+        with Host(decoder, block_size=16, max_sequences=8, cuda_graphs=False) as host:
+            if in_graph:
+                host.runner._graphs = Replays(decoder, host)
+            for slot in range(num_rows):
+                host.admit(slot, list(range(1, 8)), gated_from=3 if slot % 2 == 0 else None)
+            host.step(*((slot, 7) for slot in range(num_rows)))
+            results = [host.step(*((slot, 1) for slot in range(num_rows))) for _ in range(2)]
+            results.append(host.step((1, 1)))
+            drawn.append([token.token_id for result in results for token in result.sampled])
+    assert host.runner._graphs.gated == [True, True, False]
+    assert drawn[0] == drawn[1]
+
+
+class Replays:
+    """A graph's step without the graph, padded as it is."""
+
+    max_rows = 8
+
+    def __init__(self, decoder, host):
+        self.gated = []
+        self.decodes = CapturedDecodes(decoder, decoder.attention, host.kv, host.runner.table)
+
+    def replay(self, packed_4R, *, gated=False):
+        self.gated.append(gated)
+        num_rows = packed_4R.shape[1]
+        buffers = DecodeBuffers.allocate(4, self.decodes._table, gated=gated)
+        buffers.packed_4R.copy_(pad(packed_4R, 4))
+        logits_RV = self.decodes._run(buffers)
+        token_R, valid_R = buffers.results_2R[:, :num_rows].unbind(0)
+        return logits_RV[:num_rows], Sampled(token_R, valid_R, None)
 
 
 def record(run):
