@@ -13,7 +13,6 @@ from typing import Literal
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from contracts.messages import Encode, FromStage, StageFailed, StageReady, StageStats, ToStage
 from stages.control import (
@@ -26,9 +25,9 @@ from stages.control import (
     decode_from_worker,
     encode,
 )
+from stages.control_socket import ControlSocket
 from stages.edges import ArenaDescription, EdgeEnd
 from stages.encoder_stage import FeatureReader, no_arena
-from stages.mailbox import Mailbox
 from stages.options import ServeOptions, for_machine
 from stages.remote_workers import RemotePlace, RemoteProcess, Rendezvous
 from stages.service import WorkerInfo
@@ -116,28 +115,20 @@ class Supervisor:
         self._workers = {spec.name: _Worker(spec) for spec in specs}
         self._worker_of = {stage: worker for worker in self._workers.values() for stage in worker.spec.stages}
         self._by_identity: dict[bytes, _Worker] = {}
-        self._outbox: Mailbox[tuple[bytes, ControlToWorker]] = Mailbox()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._socket: ControlSocket | None = None
         self._stopping = False
         self._fork_server = forks or ForkServer()
         # An abstract socket leaves no file behind; the token keeps strangers of this host out.
         self._endpoint = f"ipc://@omnistage-{os.getpid()}-{secrets.token_hex(8)}"
 
     async def start(self) -> None:
-        self._outbox.bind()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set_hwm(0)
+        self._socket = ControlSocket(zmq.ROUTER, self._take)
         self._socket.bind(self._endpoint)
         self._remote_endpoint = ""
         if self._rendezvous is not None:
-            self._socket.bind(f"tcp://{self._rendezvous.address}:*")
-            self._remote_endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._remote_endpoint = self._socket.bind(f"tcp://{self._rendezvous.address}:*")
             self._rendezvous.start()
-        self._tasks = [
-            asyncio.create_task(self._send_all()),
-            asyncio.create_task(self._receive_all()),
-        ]
+        self._socket.start()
         if not self._fork_server.pid:
             self._fork_server.start()
         for worker in self._workers.values():
@@ -150,7 +141,7 @@ class Supervisor:
         if worker.identity is None:
             worker.unsent.append((stage, message))
         else:
-            self._outbox.put((worker.identity, ToWorker([(stage, message)])))
+            self._send(worker.identity, ToWorker([(stage, message)]))
 
     def infos(self) -> tuple[WorkerInfo, ...]:
         return tuple(
@@ -172,7 +163,7 @@ class Supervisor:
         for worker in self._workers.values():
             self._cancel_timer(worker)
             if worker.identity is not None:
-                self._outbox.put((worker.identity, StopWorker()))
+                self._send(worker.identity, StopWorker())
                 asked.append(worker)
         try:
             async with asyncio.timeout(self._config.stop_grace_s):
@@ -184,12 +175,8 @@ class Supervisor:
         if self._rendezvous is not None:
             self._rendezvous.close()
         await asyncio.gather(*(w.exited.wait() for w in self._workers.values() if w.process is not None))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._tasks:
-            self._socket.close(linger=0)
-            self._context.term()
+        if self._socket is not None:
+            self._socket.close()
 
     # --- processes ------------------------------------------------------------------------------------------
 
@@ -281,21 +268,18 @@ class Supervisor:
 
     # --- messages -------------------------------------------------------------------------------------------
 
-    async def _send_all(self) -> None:
-        while True:
-            for identity, message in await self._outbox.drain():
-                if identity in self._by_identity:
-                    await self._socket.send_multipart([identity, encode(message)])
+    def _send(self, identity: bytes, message: ControlToWorker) -> None:
+        if self._socket is not None and identity in self._by_identity:
+            self._socket.send(identity, encode(message))
 
-    async def _receive_all(self) -> None:
-        while True:
-            identity, frame = await self._socket.recv_multipart()
-            try:
-                message = decode_from_worker(frame)
-            except msgspec.DecodeError as error:
-                logger.error("a control message cannot be read and is dropped: %s", error)
-                continue
-            self._received(identity, message)
+    def _take(self, frames: list[bytes]) -> None:
+        identity, *content = frames
+        try:
+            message = decode_from_worker(b"".join(content))
+        except msgspec.DecodeError as error:
+            logger.error("a control message cannot be read and is dropped: %s", error)
+            return
+        self._received(identity, message)
 
     def _received(self, identity: bytes, message: Hello | FromWorker | Heartbeat) -> None:
         if isinstance(message, Hello):
@@ -334,7 +318,7 @@ class Supervisor:
         worker.identity = identity
         self._by_identity[identity] = worker
         if worker.unsent:
-            self._outbox.put((identity, ToWorker(list(worker.unsent))))
+            self._send(identity, ToWorker(list(worker.unsent)))
             worker.unsent.clear()
 
     def _note_ready(self, worker: _Worker, messages: Sequence[FromStage]) -> None:

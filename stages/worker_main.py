@@ -9,15 +9,16 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 
 import msgspec
 import torch
 import zmq
-import zmq.asyncio
 
 from contracts.messages import FromStage, StageReady
 from stages.compile_ahead import start_compiling
-from stages.control import ControlToWorker, FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
+from stages.control import FromWorker, Heartbeat, Hello, StopWorker, decode_to_worker, encode
+from stages.control_socket import ControlSocket
 from stages.deployment import num_cores
 from stages.edges import ArenaDescription, EdgeEnd, open_arena, open_edge_ends
 from stages.encoder_stage import no_arena
@@ -65,46 +66,51 @@ class _Worker:
 
     async def run(self) -> None:
         self._outbox.bind()
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.DEALER)
-        socket.set_hwm(0)
+        ended = asyncio.get_running_loop().create_future()
+        socket = ControlSocket(zmq.DEALER, partial(self._take, ended))
         socket.connect(self._setup.endpoint)
+        socket.start()
         try:
-            await socket.send(encode(Hello(self._setup.name, self._setup.token, os.getpid())))
+            socket.send(encode(Hello(self._setup.name, self._setup.token, os.getpid())))
             self._local.start()
             tasks = [asyncio.create_task(self._send_all(socket)), asyncio.create_task(self._beat(socket))]
-            await self._receive_all(socket)
+            await ended
             await self._local.stop()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            socket.close(linger=0)
-            context.term()
+            socket.close()
 
-    async def _receive_all(self, socket: zmq.asyncio.Socket) -> None:
-        """Returns on StopWorker."""
-        while True:
-            message: ControlToWorker = decode_to_worker(await socket.recv())
-            if isinstance(message, StopWorker):
-                return
-            for stage, content in message.messages:
-                self._local.send(stage, content)
+    def _take(self, ended: asyncio.Future[None], frames: list[bytes]) -> None:
+        """`ended` is done with StopWorker."""
+        if ended.done():
+            return
+        try:
+            message = decode_to_worker(frames[0])
+        except msgspec.DecodeError as error:
+            ended.set_exception(error)
+            return
+        if isinstance(message, StopWorker):
+            ended.set_result(None)
+            return
+        for stage, content in message.messages:
+            self._local.send(stage, content)
 
-    async def _send_all(self, socket: zmq.asyncio.Socket) -> None:
+    async def _send_all(self, socket: ControlSocket) -> None:
         while True:
             messages = await self._outbox.drain()
             if any(isinstance(message, StageReady) for message in messages):
                 gc.freeze()  # what a stage is made of stays, and need not be looked through again
-            await socket.send(encode(FromWorker(messages)))
+            socket.send(encode(FromWorker(messages)))
 
-    async def _beat(self, socket: zmq.asyncio.Socket) -> None:
+    async def _beat(self, socket: ControlSocket) -> None:
         while True:
             await asyncio.sleep(self._setup.heartbeat_s)
             now = time.monotonic()
             started = {shell.name: shell.step_started_s for shell in self._shells}
             busy = {name: now - since for name, since in started.items() if since is not None}
-            await socket.send(encode(Heartbeat(busy)))
+            socket.send(encode(Heartbeat(busy)))
 
 
 def run(setup_json: bytes) -> None:
