@@ -15,6 +15,7 @@ struct request_table { /* mirrored in library.py; a row a slot, contiguous */
     const float *positions; /* [axes, slots, tokens of a prompt] */
     const float *position_delta;
     const int64_t *num_prompt;
+    const int32_t *gated_from; /* index from which a picture adapter acts; NULL: there is none */
     int64_t slots, tokens_stride, blocks_stride, positions_stride;
 };
 
@@ -40,12 +41,12 @@ struct decode { /* mirrored in library.py */
 struct inputs { /* of a step, in scratch memory */
     int64_t *slots;
     int32_t *starts, *lengths, *blocks;
-    float *cos, *sin;
+    float *cos, *sin, *gate;
 };
 
 static int allocate(const struct decode *d, struct inputs *inputs) {
     const int64_t rows = d->pass.rows, half = d->pass.rope.half;
-    const int64_t words = 2 * rows + 2 * (rows + 1) + rows * d->table.blocks_stride + 2 * rows * half;
+    const int64_t words = 2 * rows + 2 * (rows + 1) + rows * d->table.blocks_stride + (2 * half + 1) * rows;
     int32_t *memory = scratch(SCRATCH_INPUTS, words * sizeof *memory);
     if (!memory) return 1;
     inputs->slots = (int64_t *)memory;
@@ -54,6 +55,7 @@ static int allocate(const struct decode *d, struct inputs *inputs) {
     inputs->blocks = inputs->lengths + rows + 1;
     inputs->cos = (float *)(inputs->blocks + rows * d->table.blocks_stride);
     inputs->sin = inputs->cos + rows * half;
+    inputs->gate = inputs->sin + rows * half;
     return 0;
 }
 
@@ -93,6 +95,18 @@ static void gather_row(const struct decode *d, int64_t row, const struct inputs 
     turn_row(d, row, inputs->cos + row * half, inputs->sin + row * half);
 }
 
+/* NULL where no row is behind a picture. */
+static const float *gates(const struct decode *d, float *gate) {
+    int any = 0;
+    if (!d->table.gated_from) return NULL;
+    for (int64_t r = 0; r < d->pass.rows; r++) {
+        const int acts = index_of(d, r) >= d->table.gated_from[slot_of(d, r)];
+        gate[r] = (float)acts;
+        any |= acts;
+    }
+    return any ? gate : NULL;
+}
+
 /* Tells the pass what the table holds of the step's rows. */
 static int gather(const struct decode *d, struct pass *pass) {
     struct inputs inputs;
@@ -101,6 +115,7 @@ static int gather(const struct decode *d, struct pass *pass) {
     inputs.starts[pass->rows] = pass->rows;
     pass->rope.cos = inputs.cos;
     pass->rope.sin = inputs.sin;
+    pass->gate = gates(d, inputs.gate);
     struct attention *a = &pass->attention;
     a->query_starts = inputs.starts;
     a->lengths = inputs.lengths;

@@ -91,8 +91,7 @@ class NativeDecodes:
         self._queue: int | None = None
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether the plan is nothing but decodes, drawn greedily, at positions whose turns are known, and
-        behind no picture that an adapter is for."""
+        """Whether the plan is nothing but decodes, drawn greedily, at positions whose turns are known."""
         if plan.admissions or plan.block_copies or plan.span_pieces or not plan.sequences:
             return False
         if plan.hidden_reads or plan.alignment_reads:
@@ -102,8 +101,6 @@ class NativeDecodes:
     def _takes_row(self, step: SequenceStep) -> bool:
         row, num_turns = self._table.rows[step.slot], len(self._cos_NP)
         if not (step.samples and step.num_tokens == 1 and len(step.new_block_ids) <= 1):
-            return False
-        if row.is_gated(step.start + 1):
             return False
         return row.draws_greedily and max(step.start, row.last_position) < num_turns
 
@@ -185,6 +182,7 @@ def _describe_table(table: RequestTable) -> CRequestTable:
     assert all(tensor.is_contiguous() for tensor in tensors)
     return CRequestTable(
         *(tensor.data_ptr() for tensor in tensors),
+        None if table.gated_from is None else table.gated_from.data_ptr(),
         slots=table.max_sequences,
         tokens_stride=table.token_ids.shape[1],
         blocks_stride=table.block_tables.shape[1],

@@ -15,11 +15,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lm_engine.layers.kernels import DecoderLayer, HeadShape, Kernels, Linear
+from lm_engine.layers.kernels import DecoderLayer, HeadShape, Kernels, Linear, LowRank
 from lm_engine.layers.mlp import DenseMlp
 from lm_engine.model import AttentionMetadata, PagedKV
 from lm_engine.native.attention import describe_cache, describe_step, layer_bytes
-from lm_engine.native.library import DTYPE_CODES, CLayer, CPass, CRope, check, dtype_code
+from lm_engine.native.library import DTYPE_CODES, CLayer, CLowRank, CPass, CRope, check, dtype_code
 from lm_engine.native.linear import NativeLinear
 
 
@@ -51,6 +51,7 @@ class PassDescriber:
             "gate_up": mlp.gate_up.out_features,
             "gated": self._intermediate,
             "mixed": self._hidden,
+            **_adapter_widths(layers),
         }
 
     def workspace(self, num_tokens: int) -> Tensor:
@@ -114,7 +115,7 @@ class NativePass:
         self._described: dict[int, PassDescriber] = {}  # by the first layer's id
 
     def takes(self, metadata: AttentionMetadata) -> bool:
-        return not metadata.padded and metadata.gate_T1 is None
+        return not metadata.padded
 
     def run(
         self,
@@ -168,6 +169,12 @@ class NativePass:
         call = describer.describe(step.kv, first, num_tokens, workspace)
         call.residual = residual_TH.data_ptr()
         call.rope.cos, call.rope.sin = step.cos_TP.data_ptr(), step.sin_TP.data_ptr()
+        gate_T1 = step.metadata.gate_T1
+        if gate_T1 is not None:
+            assert gate_T1.is_contiguous()
+            assert gate_T1.shape == (num_tokens, 1)
+            assert gate_T1.dtype == torch.float32
+            call.gate = gate_T1.data_ptr()
         describe_step(call.attention, num_tokens, step.metadata)
         check(self._pass(ctypes.addressof(call), torch.get_num_threads()))
 
@@ -176,6 +183,27 @@ class NativePass:
         if known is None or len(known.layers) != len(layers):
             known = self._described[id(layers[0])] = PassDescriber(layers, step.heads, step.eps)
         return known
+
+
+def _low_ranks(layer: DecoderLayer) -> tuple[LowRank | None, ...]:
+    """In the order of CLayer."""
+    adapter = layer.adapter
+    if adapter is None:
+        return (None,) * 4
+    return adapter.qkv, adapter.output, adapter.gate_up, adapter.down
+
+
+def _adapter_widths(layers: Sequence[DecoderLayer]) -> dict[str, int]:
+    """Of a pass's working memory for what adapters add; none, where there are none."""
+    found = [low_rank for layer in layers for low_rank in _low_ranks(layer) if low_rank is not None]
+    return {
+        "low": max((low_rank.down.out_features for low_rank in found), default=0),
+        "added": max((low_rank.up.out_features for low_rank in found), default=0),
+    }
+
+
+def _describe_low_rank(low_rank: LowRank | None) -> CLowRank:
+    return CLowRank() if low_rank is None else CLowRank(_address(low_rank.down), _address(low_rank.up))
 
 
 def _describe_layer(layer: DecoderLayer) -> CLayer:
@@ -189,6 +217,7 @@ def _describe_layer(layer: DecoderLayer) -> CLayer:
         *(norm_H.data_ptr() for norm_H in norms),
         None if norm is None else norm.query_weight_D.data_ptr(),
         None if norm is None else norm.key_weight_D.data_ptr(),
+        *map(_describe_low_rank, _low_ranks(layer)),
     )
 
 

@@ -141,15 +141,21 @@ struct attention { /* strides count elements */
     float scale;
 };
 
+struct low_rank { /* what an adapter adds to a linear's output: up(gate * down(x)); NULL: nothing */
+    const struct linear *down, *up;
+};
+
 struct layer { /* mirrored in library.py; norms of the residual have the pass's dtype, of the heads the rope's */
     const struct linear *qkv, *output, *gate_up, *down;
     const void *input_norm, *post_norm, *query_norm, *key_norm;
+    struct low_rank qkv_adapter, output_adapter, gate_up_adapter, down_adapter;
 };
 
 struct pass { /* mirrored in library.py; all activations are contiguous float32 */
     const struct layer *layers;
     float *residual;                            /* [rows, hidden] */
-    float *normed, *qkv, *attended, *gate_up, *gated, *mixed; /* working memory */
+    float *normed, *qkv, *attended, *gate_up, *gated, *mixed, *low, *added; /* working memory */
+    const float *gate; /* [rows], 1 where the adapters act, else 0; NULL: nowhere */
     int64_t num_layers, rows, hidden, intermediate, layer_bytes; /* of one layer's keys, or values */
     struct rope rope;           /* without the heads' norms */
     struct attention attention; /* of the first layer, without q, k, v and out */

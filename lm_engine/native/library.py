@@ -59,13 +59,15 @@ class CAttention(ctypes.Structure):
     )
 
 
+class CLowRank(ctypes.Structure):
+    _fields_ = (("down", c_void_p), ("up", c_void_p))
+
+
 class CLayer(ctypes.Structure):
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in (
-            *("qkv", "output", "gate_up", "down"),
-            *("input_norm", "post_norm", "query_norm", "key_norm"),
-        )
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((f"{name}_adapter", CLowRank) for name in ("qkv", "output", "gate_up", "down")),
     )
 
 
@@ -73,6 +75,7 @@ class CPass(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("layers", "residual")),
         *((name, c_void_p) for name in ("normed", "qkv", "attended", "gate_up", "gated", "mixed")),
+        *((name, c_void_p) for name in ("low", "added", "gate")),
         *((name, c_int64) for name in ("num_layers", "rows", "hidden", "intermediate", "layer_bytes")),
         ("rope", CRope),
         ("attention", CAttention),
@@ -84,6 +87,7 @@ class CPass(ctypes.Structure):
 class CRequestTable(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tokens", "blocks", "positions", "position_delta", "num_prompt")),
+        ("gated_from", c_void_p),
         *((name, c_int64) for name in ("slots", "tokens_stride", "blocks_stride", "positions_stride")),
     )
 

@@ -8,11 +8,26 @@ static int decodes_only(const struct attention *a) {
     return 1;
 }
 
+/* linear(x), and what its adapter adds. */
+static int32_t adapted(const struct pass *p, const struct linear *linear, const struct low_rank *adapter, const float *x,
+                       float *y, int32_t threads) {
+    const int64_t inputs = linear->inputs, outputs = linear->outputs;
+    if (linear_forward(linear, x, F32, inputs, y, F32, outputs, p->rows, threads)) return 1;
+    if (!p->gate || !adapter->down) return 0;
+    const int64_t rank = adapter->down->outputs;
+    if (linear_forward(adapter->down, x, F32, inputs, p->low, F32, rank, p->rows, threads)) return 1;
+    for (int64_t r = 0; r < p->rows; r++)
+        for (int64_t k = 0; k < rank; k++) p->low[r * rank + k] *= p->gate[r];
+    if (linear_forward(adapter->up, p->low, F32, rank, p->added, F32, outputs, p->rows, threads)) return 1;
+    add_rows(p->added, y, F32, p->rows, outputs, threads);
+    return 0;
+}
+
 static int32_t attention_block(const struct pass *p, const struct layer *layer, struct attention *a, int32_t threads) {
     const int64_t q_width = a->heads * a->head_size, kv_width = a->kv_heads * a->head_size;
     const int64_t width = q_width + 2 * kv_width;
     struct rope rope = p->rope;
-    if (linear_forward(layer->qkv, p->normed, F32, p->hidden, p->qkv, F32, width, p->rows, threads)) return 1;
+    if (adapted(p, layer->qkv, &layer->qkv_adapter, p->normed, p->qkv, threads)) return 1;
     rope.query_weight = layer->query_norm;
     rope.key_weight = layer->key_norm;
     a->q = p->qkv;
@@ -26,14 +41,14 @@ static int32_t attention_block(const struct pass *p, const struct layer *layer, 
         rope_heads(&rope, p->qkv, width, F32, p->rows, threads);
         if (attend(a, threads)) return 1;
     }
-    return linear_forward(layer->output, p->attended, F32, q_width, p->mixed, F32, p->hidden, p->rows, threads);
+    return adapted(p, layer->output, &layer->output_adapter, p->attended, p->mixed, threads);
 }
 
 static int32_t mlp_block(const struct pass *p, const struct layer *layer, int32_t threads) {
     const int64_t width = p->intermediate;
-    if (linear_forward(layer->gate_up, p->normed, F32, p->hidden, p->gate_up, F32, 2 * width, p->rows, threads)) return 1;
+    if (adapted(p, layer->gate_up, &layer->gate_up_adapter, p->normed, p->gate_up, threads)) return 1;
     silu_mul(p->gate_up, 2 * width, p->gated, width, F32, p->rows, width, threads);
-    return linear_forward(layer->down, p->gated, F32, width, p->mixed, F32, p->hidden, p->rows, threads);
+    return adapted(p, layer->down, &layer->down_adapter, p->gated, p->mixed, threads);
 }
 
 EXPORT int32_t decoder_pass(const struct pass *p, int32_t threads) {

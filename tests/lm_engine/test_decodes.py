@@ -13,7 +13,7 @@ from contracts.errors import EngineError
 from contracts.params import SamplingParams
 from lm_engine.decoder import Decoder
 from lm_engine.layers.reference import ReferenceKernels
-from lm_engine.model import MoeConfig, RopeConfig
+from lm_engine.model import AdapterRanks, MoeConfig, RopeConfig
 from lm_engine.native import native_kernels
 from lm_engine.native.kernels import NativeKernels
 from lm_engine.runner import Runner
@@ -102,6 +102,27 @@ def test_queued_decodes_draw_what_plain_ones_draw(dtype, changes):
             assert host.num_queued == 25 * queued
     assert results[0] == results[1]
     assert len({token.token_id for result in results[0] for token in result.sampled}) > 5
+
+
+def test_queued_decodes_behind_a_picture_draw_what_plain_ones_draw():
+    """Beside those of text, and text alone."""
+    decoder = native_decoder(picture_adapter=AdapterRanks(q=3, k=2, v=4, o=3, gate=2, up=1, down=5))
+    results = []
+    for queued, seen in ((False, True), (True, True), (True, False)):
+        with Steps(decoder, queued) as host:
+            for slot in range(4):
+                gated_from = 2 * slot if seen and slot % 2 else None
+                host.admit(slot, prompt(7, slot), gated_from=gated_from)
+            futures = [host.submit(*((slot, 7) for slot in range(4)))]
+            futures += [host.submit(*((slot, 1) for slot in range(4))) for _ in range(12)]
+            futures += [host.submit((0, 1), (2, 1)) for _ in range(3)]
+            results.append([[t.token_id for t in future.result(TIMEOUT_S).sampled] for future in futures])
+            assert host.num_queued == 15 * queued
+    plain, ours, unseen = results
+    assert ours == plain
+    assert [step[::2] for step in ours[:13]] == [step[::2] for step in unseen[:13]]
+    assert ours[13:] == unseen[13:]
+    assert all(ours[slot] != unseen[slot] for slot in range(5, 13))
 
 
 def test_queued_and_other_steps_follow_each_other_in_any_order():
