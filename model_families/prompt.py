@@ -36,7 +36,7 @@ def find_placeholders(
 
     Raises BadRequest when placeholders and items do not match in kind and number.
     """
-    places = [place for place, token_id in enumerate(token_ids) if token_id in modality_of]
+    places = sorted(place for token_id in modality_of for place in _places_of(token_id, token_ids))
     own = [index for index, item in enumerate(items) if not item.of_video]
     if len(places) != len(own):
         raise BadRequest(
@@ -52,6 +52,16 @@ def find_placeholders(
             )
         assert item.num_tokens > 0, "an item without tokens"
     return iter(zip(places, own, strict=True))
+
+
+def _places_of(token_id: int, token_ids: Sequence[int]) -> Iterator[int]:
+    place = -1
+    while True:
+        try:
+            place = token_ids.index(token_id, place + 1)
+        except ValueError:
+            return
+        yield place
 
 
 def _placed_digest(item: MediaItem) -> ContentDigest:
