@@ -9,7 +9,7 @@ import zmq
 
 
 class ControlSocket:
-    """Hands every message to `take` as it comes. All methods on the loop that `start` is called on.
+    """Hands every message to `take` as it comes. Made and used on one loop.
 
     The socket's descriptor tells only that something may have changed, and any call, also a send, may take it
     away: so all there is is read whenever it tells, and once more after a send.
@@ -21,6 +21,7 @@ class ControlSocket:
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
         self._socket.set_hwm(0)  # whoever sends is bounded by the requests in flight, and never waits
         self._take = take
+        self._loop = asyncio.get_running_loop()
         self._looks = False
 
     def bind(self, endpoint: str) -> str:
@@ -33,7 +34,6 @@ class ControlSocket:
 
     def start(self) -> None:
         """From now on messages are taken."""
-        self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self._read)
         self._look_soon()
 
@@ -44,7 +44,7 @@ class ControlSocket:
             self._look_soon()
 
     def close(self) -> None:
-        """What is still to be sent is dropped."""
+        """What is still to be sent is dropped. Also without a `start`."""
         self._loop.remove_reader(self._socket.FD)
         self._socket.close(linger=0)
         self._context.term()

@@ -137,3 +137,10 @@ def test_no_call_when_nothing_comes(run):
         front.close()
 
     run(main)
+
+
+def test_the_end_without_a_start(run):
+    async def main():
+        ControlSocket(zmq.DEALER, lambda frames: None).close()
+
+    run(main)
