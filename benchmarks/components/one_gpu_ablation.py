@@ -27,17 +27,17 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "pictures encoded one by one": ("vision.max_batch_items=1",),
     "steps of 1,664 beside decodes": ("thinker.mixed_step_tokens=1664",),
     "steps of 2,048 beside decodes": ("thinker.mixed_step_tokens=2048",),
+    "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
+    "no CUDA graphs": ("thinker.cuda_graphs=false",),
     "steps as large beside the encoder": ("thinker.encoder_step_tokens=1024",),
     "an encoder that does not give way": ("vision.max_tokens_ahead=1000000",),
     "an encoder two pictures ahead": ("vision.max_tokens_ahead=2048",),
-    "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
-    "no CUDA graphs": ("thinker.cuda_graphs=false",),
 }
 AT_ONCE = 3  # servers, each idle while another is measured
 MEMORY = ("vision.memory=8GiB", "vision.embedding_cache=1GiB", "thinker.memory=30GiB")
 CHAT_LIMIT_S = 40.0
 LOAD = (
-    *("--sessions", "64", "--warmup", "16", "--turns", "5", "--image-size", "1024x1024"),
+    *("--sessions", "48", "--warmup", "16", "--turns", "5", "--image-size", "1024x1024"),
     *("--output-tokens", "64", "--concurrency", "32"),
 )
 HEADER = ["32 users, with one thing less or otherwise", *CHAT_HEADER]
