@@ -1,13 +1,13 @@
 """Attention over the paged KV cache in Triton: mixed steps in one launch, decodes with their keys split.
 
 Shapes: T tokens of the step, N query heads, G KV heads, D head size, P = D/2, X = N + 2G heads of D, R
-sequences, S splits, H heads of a group.
+sequences, S splits, H heads of a group, E parts of a projection's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
 _MAX_SPLITS = 64
 _PROGRAMS = 264  # wanted of a step: about two for each multiprocessor
 _FEW_PAIRS = 32  # up to here no more than those, beyond no fewer
+_ONE_SEQUENCE = 8  # up to so many pairs may be one
+_AT_ONCE = 3 * 132  # programs of 128 keys that have room at once
 
 
 class TritonAttention:
@@ -48,7 +50,7 @@ class TritonAttention:
         mixed_at_once: bool = False,
         choose_mixed: Callable[[HeadShape], MixedTile] = choose_mixed_tile,
         choose_part: Callable[[HeadShape], MixedTile] = choose_part_tile,
-        choose_decode: Callable[[int, int, int], DecodeTile] | None = None,
+        choose_decode: Callable[[int, int, int, bool], DecodeTile] | None = None,
     ) -> None:
         """`mixed_programs`: about so many share the keys of a mixed step, and with `mixed_at_once` no more.
         None: one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
@@ -92,7 +94,8 @@ class TritonAttention:
     ) -> Tensor:
         """From the fused projection's rows to [T, N·D]. Spends `qkv_TX`; writes the cache."""
         if metadata.max_query_length == 1:
-            return self._attend_decodes(qkv_TX, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
+            dtype = qkv_TX.dtype
+            return self.attend_decodes(qkv_TX[None], dtype, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
         _rope_heads(qkv_TX, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
         return self._attend_mixed(qkv_TX, heads, kv, layer, metadata)
 
@@ -108,9 +111,10 @@ class TritonAttention:
             attend_whole(q_TX, out_TX, heads, self._choose_mixed(heads), kv, layer, metadata)
         return out_TX
 
-    def _attend_decodes(
+    def attend_decodes(
         self,
-        qkv_RX: Tensor,
+        qkv_ERX: Tensor,
+        dtype: torch.dtype,
         heads: HeadShape,
         cos_RP: Tensor,
         sin_RP: Tensor,
@@ -119,25 +123,30 @@ class TritonAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        num_rows, num_groups, head_dim = qkv_RX.shape[0], heads.num_kv_heads, heads.head_dim
-        assert qkv_RX.shape == (num_rows, heads.width)
-        assert qkv_RX.is_contiguous()
+        """`rotate_and_attend` for a query of each sequence, whose row is the sum of E parts, rounded to
+        `dtype`."""
+        num_parts, num_rows, _ = qkv_ERX.shape
+        num_groups, head_dim = heads.num_kv_heads, heads.head_dim
+        assert qkv_ERX.shape[2] == heads.width
+        assert qkv_ERX.is_contiguous()
         assert cos_RP.shape == sin_RP.shape == (num_rows, head_dim // 2)
         assert cos_RP.is_contiguous()
         assert sin_RP.is_contiguous()
         assert num_rows * num_groups <= _MAX_PAIRS
         per_group = heads.num_heads // num_groups
         part_h = next_power(per_group)
-        tile = self._choose_decode(num_rows * num_groups, metadata.max_sequence_length, head_dim)
-        num_splits = tile.splits
+        tile = self._choose_decode(
+            num_rows * num_groups, metadata.max_sequence_length, head_dim, kv.is_quantised
+        )
+        num_splits = next_power(tile.splits)
         parts = (num_rows, num_groups, num_splits, part_h)
-        sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_RX.device)
-        stats = torch.empty(*parts, 2, dtype=torch.float32, device=qkv_RX.device)
-        out_RX = qkv_RX.new_empty(num_rows, heads.num_heads * head_dim)
+        sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_ERX.device)
+        stats = torch.empty(*parts, 2, dtype=torch.float32, device=qkv_ERX.device)
+        out_RX = qkv_ERX.new_empty(num_rows, heads.num_heads * head_dim, dtype=dtype)
         launch(
             decode_attention,
-            (num_rows, num_groups, num_splits),
-            qkv_RX,
+            (num_rows, num_groups, tile.splits),
+            qkv_ERX,
             cos_RP,
             sin_RP,
             None if norm is None else norm.query_weight_D,
@@ -166,12 +175,14 @@ class TritonAttention:
             BLOCK_SIZE=kv.block_size,
             NUM_SPLITS=num_splits,
             CHUNK_S=max(1, 64 // (part_h * max(head_dim // 128, 1))),
+            PARTS=num_parts,
             NORM=norm is not None,
             QUANTISED=kv.is_quantised,
-            PRECISION=dot_precision(qkv_RX.dtype),
+            PRECISION=dot_precision(dtype),
             num_warps=tile.num_warps,
             num_stages=2,
-            **launch_options(qkv_RX.device),
+            maxnreg=tile.max_registers,
+            **launch_options(qkv_ERX.device),
         )
         return out_RX
 
@@ -183,21 +194,32 @@ class DecodeTile:
     keys: int
     splits: int
     num_warps: int
+    max_registers: int | None = None
 
 
-def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
-    """As measured on an H200. Few warps: a tile's work is small, and warps wait for each other. Splits are a
-    power of two, so that few kernels are compiled."""
+def choose_tile(num_pairs: int, max_length: int, head_dim: int, is_quantised: bool = False) -> DecodeTile:
+    """As measured on an H200. Few warps: a tile's work is small, and warps wait for each other. Widening a
+    quantised cache's values takes the registers that a larger tile would.
+
+    One sequence's tile stays below 48 KB of shared memory: Triton gives a kernel that wants more all there
+    is, at the cost of the cache through which the linears of one row read, and those take half as long again.
+    """
     wanted = next_power(max(1, -(-_PROGRAMS // num_pairs)))
     if num_pairs <= _FEW_PAIRS and wanted * num_pairs > _PROGRAMS:
         wanted //= 2
-    keys, num_warps = (64, 2) if wanted > 1 else (128, 8)
-    if head_dim > 128:
-        keys //= 2
+    if wanted == 1:
+        tile = DecodeTile(128, 1, 8)
+    elif num_pairs <= _ONE_SEQUENCE:
+        tile = DecodeTile(64, wanted, 4)
+    elif is_quantised or head_dim > 128:
+        tile = DecodeTile(64, wanted, 2)
+    else:
+        tile = DecodeTile(128, min(wanted, _AT_ONCE // num_pairs), 4, max_registers=168)
+    keys = tile.keys // 2 if head_dim > 128 else tile.keys
     if interpreted():
         keys = 32
     longest = -(-max_length // keys)
-    return DecodeTile(keys, min(wanted, next_power(longest), _MAX_SPLITS), num_warps)
+    return replace(tile, keys=keys, splits=min(tile.splits, next_power(longest), _MAX_SPLITS))
 
 
 def _rope_heads(

@@ -1,6 +1,6 @@
 """The decoder's layers for decode steps: five launches a layer for one sequence, seven for more.
 
-Shapes: T tokens of the step, H hidden, P = D/2, X = N + 2G heads of D.
+Shapes: T tokens of the step, H hidden, P = D/2, X = N + 2G heads of D, E parts.
 """
 
 from __future__ import annotations
@@ -48,11 +48,9 @@ class DecodePass:
         for index, layer in enumerate(layers, first_layer):
             adapter = _NO_ADAPTER if gate_T1 is None or layer.adapter is None else layer.adapter
             input_norm, post_norm = Norm(layer.input_norm_H, eps), Norm(layer.post_norm_H, eps)
-            qkv_TX = _of_norm(layer.qkv, residual_TH, input_norm)
-            if adapter.qkv is not None:
-                _add_low_rank(adapter.qkv, _normed(residual_TH, input_norm), gate_T1, qkv_TX)
-            attended_TH = self._attention.rotate_and_attend(
-                qkv_TX, heads, cos_TP, sin_TP, layer.qk_norm, kv, index, metadata
+            qkv_ETX = _qkv(layer.qkv, adapter.qkv, residual_TH, input_norm, gate_T1)
+            attended_TH = self._attention.attend_decodes(
+                qkv_ETX, residual_TH.dtype, heads, cos_TP, sin_TP, layer.qk_norm, kv, index, metadata
             )
             _ours(layer.output).fused(attended_TH, residual_MO=residual_TH)
             _add_low_rank(adapter.output, attended_TH, gate_T1, residual_TH)
@@ -63,6 +61,18 @@ class DecodePass:
             else:
                 _add_sparse(layer.mlp, residual_TH, post_norm)
         return residual_TH
+
+
+def _qkv(
+    linear: Linear, low_rank: LowRank | None, residual_TH: Tensor, norm: Norm, gate_T1: Tensor | None
+) -> Tensor:
+    """Of the normed residual stream, in parts where attention may add them up."""
+    if low_rank is None and residual_TH.shape[0] > 1:
+        return _ours(linear).parts(_normed(residual_TH, norm))
+    qkv_TX = _of_norm(linear, residual_TH, norm)
+    if low_rank is not None:
+        _add_low_rank(low_rank, _normed(residual_TH, norm), gate_T1, qkv_TX)
+    return qkv_TX[None]
 
 
 def _gated(

@@ -26,12 +26,14 @@ MAX_SKINNY_ROWS = 64
 _MAX_TILES = 1 << 14  # of a split linear
 _NUM_PROCESSORS = 132
 _OTHER_SHARED_BYTES = 16 << 10
+_LEAST_OUTPUTS, _MOST_OUTPUTS = 32, 128  # of a tile
+_LEAST_BLOCK = 64  # the tensor cores take so many weights' rows at once
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Tile sizes of one launch. One row: `programs` of each multiprocessor stride over the outputs. More
-    rows: the inputs are cut into `splits` parts."""
+    rows: the inputs are cut into `splits` parts, and outputs need not be a power of two."""
 
     outputs: int
     inputs: int
@@ -39,6 +41,10 @@ class Blocks:
     num_stages: int = 1
     splits: int = 1
     programs: int = 1
+
+    @property
+    def padded_outputs(self) -> int:
+        return max(next_power(self.outputs), _LEAST_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,18 @@ class TritonLinear:
             self._launch_rows(x_MI, residual_MO, out_MO, gated, blocks)
         return out_MO
 
+    def parts(self, x_MI: Tensor, blocks: Blocks | None = None) -> Tensor:
+        """Of 2 to MAX_SKINNY_ROWS rows, for who adds up what it reads: float32 [S, M, O]."""
+        num_rows = x_MI.shape[0]
+        assert x_MI.is_contiguous()
+        assert x_MI.shape == (num_rows, self.in_features)
+        assert 1 < num_rows <= MAX_SKINNY_ROWS
+        blocks = blocks or choose_blocks(x_MI, self.out_features, gated=False)
+        shape = (blocks.splits, num_rows, self.out_features)
+        sums_SMO = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
+        self._launch_rows(x_MI, None, sums_SMO, False, blocks)
+        return sums_SMO
+
     def _launch_row(
         self,
         x_1I: Tensor,
@@ -140,18 +158,20 @@ class TritonLinear:
         self,
         x_MI: Tensor,
         residual_MO: Tensor | None,
-        out_MO: Tensor,
+        out: Tensor,
         gated: bool,
         blocks: Blocks,
     ) -> None:
-        num_rows, num_outputs = out_MO.shape
+        """`out`: [M, O], or [S, M, O] for the splits' own sums."""
+        num_rows, num_outputs = out.shape[-2:]
         num_tiles = triton.cdiv(num_outputs, blocks.outputs)
         block_m = max(next_power(num_rows), 16)
+        added_later = out.dim() == 3
         parts = None
-        if blocks.splits > 1:
+        if blocks.splits > 1 and not added_later:
             assert not gated
             assert num_tiles <= self._arrivals.shape[0]
-            shape = (num_tiles, blocks.splits, blocks.outputs, block_m)
+            shape = (num_tiles, blocks.splits, blocks.padded_outputs, block_m)
             parts = torch.empty(shape, dtype=torch.float32, device=x_MI.device)
         launch(
             skinny_gemm,
@@ -160,19 +180,21 @@ class TritonLinear:
             self.weight_OI,
             self.bias_O,
             residual_MO,
-            out_MO,
+            out,
             parts,
             self._arrivals,
             num_rows,
             num_outputs,
             K=self.in_features,
             BLOCK_M=block_m,
-            BLOCK_N=blocks.outputs,
+            TILE_N=blocks.outputs,
+            BLOCK_N=blocks.padded_outputs,
             BLOCK_K=blocks.inputs,
             SPLITS=blocks.splits,
             BIAS=self.bias_O is not None,
             RESIDUAL=residual_MO is not None,
             GATED=gated,
+            ADDED_LATER=added_later,
             PRECISION=dot_precision(x_MI.dtype),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
@@ -197,17 +219,35 @@ def choose_blocks(x_MI: Tensor, num_outputs: int, gated: bool) -> Blocks:
         return Blocks(4, 0, 4, programs=8 if num_outputs > 16384 else 4)
     inputs = 256 // x_MI.element_size()
     if gated:
-        return _with_stages(4, Blocks(128, inputs // 2, 8), x_MI, num_tiles=2)
-    if num_outputs > 16384:
-        return _with_stages(4, Blocks(64, inputs, 4), x_MI)
-    if num_inputs > 4096 or num_outputs <= 2048:
-        return _with_stages(6, Blocks(64, inputs, 4, splits=4), x_MI)
-    return _with_stages(4, Blocks(64, inputs, 4, splits=2), x_MI)
+        return _of_a_wave(8, 4, inputs // 2, 1, x_MI, num_outputs, num_tiles=2)
+    for splits in (4, 2):
+        if num_outputs * splits <= _MOST_OUTPUTS * _NUM_PROCESSORS:
+            return _of_a_wave(6, 3, inputs, splits, x_MI, num_outputs)
+    return _with_stages(4, Blocks(64, inputs, 4), x_MI)
+
+
+def _of_a_wave(
+    stages: int,
+    wide_stages: int,
+    inputs: int,
+    splits: int,
+    x_MI: Tensor,
+    num_outputs: int,
+    num_tiles: int = 1,
+) -> Blocks:
+    """Tiles that give each multiprocessor one program, or as many as any other: those without would leave
+    their share of the memory's bandwidth to others that have no use for it."""
+    waves = triton.cdiv(num_outputs * splits, _MOST_OUTPUTS * _NUM_PROCESSORS)
+    outputs = triton.cdiv(num_outputs * splits, waves * _NUM_PROCESSORS)
+    outputs = max(_LEAST_OUTPUTS, triton.cdiv(outputs, 4) * 4)
+    is_wide = outputs > _LEAST_BLOCK
+    blocks = Blocks(outputs, inputs, 8 if is_wide else 4, splits=splits)
+    return _with_stages(wide_stages if is_wide else stages, blocks, x_MI, num_tiles)
 
 
 def _with_stages(wanted: int, blocks: Blocks, x_MI: Tensor, num_tiles: int = 1) -> Blocks:
     """As many of the wanted stages as the device's shared memory holds beside a little of everything else."""
-    rows = num_tiles * blocks.outputs + max(next_power(x_MI.shape[0]), 16)
+    rows = num_tiles * blocks.padded_outputs + max(next_power(x_MI.shape[0]), 16)
     stage_bytes = rows * blocks.inputs * x_MI.element_size()
     fitting = (shared_memory_bytes(x_MI.device) - _OTHER_SHARED_BYTES) // stage_bytes
     return replace(blocks, num_stages=max(1, min(wanted, fitting)))

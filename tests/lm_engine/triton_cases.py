@@ -30,7 +30,7 @@ from lm_engine.sampler import Needs, RowParams, Sampled, sample
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.kernels import TritonKernels
-from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
+from lm_engine.triton.linear import Blocks, Norm, TritonLinear, choose_blocks, make_arrivals
 from lm_engine.triton.packed import attend_packed
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
@@ -190,6 +190,45 @@ def test_linear_with_all_that_is_fused_in(dtype, num_rows, num_inputs, num_outpu
     assert torch.equal(x, before)
     assert not arrivals.any()
     assert_near(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tiles_of_outputs_that_are_no_power_of_two(dtype, gated, splits):
+    if gated and splits > 1:
+        pytest.skip("is not split")
+    x, weight = normal(19, 200, dtype=dtype), normal(96, 200, seed=1, dtype=dtype) * 0.07
+    arrivals = make_arrivals(DEVICE)
+    linear = TritonLinear(weight, None, False, arrivals)
+    found = linear.fused(x, gated=gated, blocks=Blocks(20, 64, 4, 2, splits))
+    expected = x.double() @ weight.double().T
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = gate * torch.sigmoid(gate) * up
+    assert not arrivals.any()
+    assert_near(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_outputs", [96, 90])
+def test_parts_of_a_linear_add_up_to_it(dtype, num_outputs):
+    x, weight = normal(19, 200, dtype=dtype), normal(num_outputs, 200, seed=1, dtype=dtype) * 0.07
+    bias = normal(num_outputs, seed=2, dtype=dtype)
+    linear = TritonLinear(weight, bias, False, make_arrivals(DEVICE))
+    parts = linear.parts(x, Blocks(40, 64, 4, 2, 3))
+    assert parts.shape == (3, 19, num_outputs)
+    assert_near(parts.sum(0), x.double() @ weight.double().T + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("rows", [2, 8, 32, 64])
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(2560, 2048, False), (11008, 2048, True)])
+def test_as_many_tiles_as_multiprocessors(monkeypatch, rows, outputs, inputs, gated):
+    monkeypatch.setattr("lm_engine.triton.linear.interpreted", lambda: False)
+    monkeypatch.setattr("lm_engine.triton.linear.shared_memory_bytes", lambda device: 227 << 10)
+    x_MI = torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta")
+    blocks = choose_blocks(x_MI, outputs, gated)
+    assert 120 < -(-outputs // blocks.outputs) * blocks.splits <= 132
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,6 +25,17 @@ def _load_halves(ptr, inside, P: tl.constexpr):
 
 
 @triton.jit
+def _load_sum(ptr, stride, inside, P: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Halves of heads whose values are sums of PARTS, rounded as if the sums had been stored."""
+    a, b = _load_halves(ptr, inside, P)
+    for part in tl.static_range(1, PARTS):
+        part_a, part_b = _load_halves(ptr + part * stride, inside, P)
+        a += part_a
+        b += part_b
+    return a.to(DTYPE).to(tl.float32), b.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def _turn(
     a_XP,
     b_XP,
@@ -154,6 +165,7 @@ def decode_attention(
     BLOCK_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     CHUNK_S: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     QUANTISED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -161,24 +173,26 @@ def decode_attention(
 ):
     """Program (sequence, group, split): one query's heads of a group over one part of its keys.
 
-    Takes the fused projection's row as it is: rotates the query itself; the last split also rotates the new
-    key and writes it and its value to the cache. The split that arrives last merges all.
+    Takes the fused projection's row as it is, in one or PARTS to be added: rotates the query itself; the last
+    split also rotates the new key and writes it and its value to the cache. The split that arrives last
+    merges all.
     """
     P: tl.constexpr = D // 2
     X: tl.constexpr = G * H + 2 * G
-    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0)
     group = tl.program_id(1)
     split = tl.program_id(2)
     # Written by the step's first kernel: older than the direct predecessor.
     last = tl.load(lengths_ptr + row) - 1
-    tiles_per_split = tl.cdiv(tl.cdiv(last + 1, BLOCK_L), NUM_SPLITS)
+    tiles_per_split = tl.cdiv(tl.cdiv(last + 1, BLOCK_L), tl.num_programs(2))
     first = split * tiles_per_split * BLOCK_L
     if first > last:
         return
     num_active = tl.cdiv(last + 1, tiles_per_split * BLOCK_L)
     end = tl.minimum(first + tiles_per_split * BLOCK_L, last)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    slot = tl.load(slot_mapping_ptr + row)
     heads_H = tl.arange(0, BLOCK_H)
     pairs_1P = tl.arange(0, BLOCK_P)[None, :]
     dims_D = tl.arange(0, BLOCK_D)
@@ -207,21 +221,30 @@ def decode_attention(
     cos_1P = tl.load(cos_ptr + row * P + pairs_1P, mask=pairs_1P < P, other=0.0)
     sin_1P = tl.load(sin_ptr + row * P + pairs_1P, mask=pairs_1P < P, other=0.0)
     inside_HP = (heads_H < H)[:, None] & (pairs_1P < P)
-    a_HP, b_HP = _load_halves(token_ptr + (group * H + heads_H)[:, None] * D + pairs_1P, inside_HP, P)
+    stride = tl.num_programs(0).to(tl.int64) * (X * D)
+    query_ptr = token_ptr + (group * H + heads_H)[:, None] * D + pairs_1P
+    a_HP, b_HP = _load_sum(query_ptr, stride, inside_HP, P, PARTS, DTYPE)
+    # Loaded beside the query, so that the last split waits no longer than the others.
+    is_last = split == num_active - 1
+    key_ptr = token_ptr + (G * H + group) * D
+    own_1P = (pairs_1P < P) & is_last
+    own_D = (dims_D < D) & is_last
+    own_a_1P, own_b_1P = _load_sum(key_ptr + pairs_1P, stride, own_1P, P, PARTS, DTYPE)
+    own_value_D = tl.load(key_ptr + G * D + dims_D, mask=own_D, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        own_value_D += tl.load(key_ptr + part * stride + G * D + dims_D, mask=own_D, other=0.0)
     a_HP, b_HP = _turn(a_HP, b_HP, cos_1P, sin_1P, query_norm_ptr, pairs_1P, eps, DTYPE, P, NORM)
 
     # The new token's own key and value never come from the cache.
     best_H = tl.full([BLOCK_H], -float("inf"), tl.float32)
     mass_H = tl.zeros([BLOCK_H], tl.float32)
     sum_HD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    if split == num_active - 1:
-        key_ptr = token_ptr + (G * H + group) * D
-        key_a_1P, key_b_1P = _load_halves(key_ptr + pairs_1P, pairs_1P < P, P)
+    if is_last:
         key_a_1P, key_b_1P = _turn(
-            key_a_1P, key_b_1P, cos_1P, sin_1P, key_norm_ptr, pairs_1P, eps, DTYPE, P, NORM
+            own_a_1P, own_b_1P, cos_1P, sin_1P, key_norm_ptr, pairs_1P, eps, DTYPE, P, NORM
         )
-        value_D = tl.load(key_ptr + G * D + dims_D, mask=dims_D < D, other=0.0)
-        head = tl.load(slot_mapping_ptr + row) * G + group
+        value_D = own_value_D.to(DTYPE)
+        head = slot * G + group
         place = head * D
         if QUANTISED:  # what is attended is what is stored: a replay reads it from the cache
             key_most_1P = tl.maximum(tl.abs(key_a_1P.to(tl.float32)), tl.abs(key_b_1P.to(tl.float32)))
@@ -341,11 +364,11 @@ def _load_parts(
     splits_C = first + tl.arange(0, CHUNK_S)
     heads_H = tl.arange(0, PART_H)
     dims_D = tl.arange(0, BLOCK_D)
-    inside_CH = (splits_C < num_active)[:, None] & (heads_H < H)[None, :]
-    part_CH = splits_C[:, None] * PART_H + heads_H[None, :]
+    inside_HC = (heads_H < H)[:, None] & (splits_C < num_active)[None, :]
+    part_HC = heads_H[:, None] + splits_C[None, :] * PART_H
     return tl.load(
-        sums_ptr + part_CH[:, :, None] * D + dims_D[None, None, :],
-        mask=inside_CH[:, :, None] & (dims_D < D)[None, None, :],
+        sums_ptr + part_HC[:, :, None] * D + dims_D[None, None, :],
+        mask=inside_HC[:, :, None] & (dims_D < D)[None, None, :],
         other=0.0,
     )
 
@@ -354,11 +377,11 @@ def _load_parts(
 def _load_stats(stats_ptr, first, num_active, H: tl.constexpr, PART_H: tl.constexpr, COUNT: tl.constexpr):
     splits_S = first + tl.arange(0, COUNT)
     heads_H = tl.arange(0, PART_H)
-    inside_SH = (splits_S < num_active)[:, None] & (heads_H < H)[None, :]
-    places_SH = stats_ptr + (splits_S[:, None] * PART_H + heads_H[None, :]) * 2
-    best_SH = tl.load(places_SH, mask=inside_SH, other=-float("inf"))
-    mass_SH = tl.load(places_SH + 1, mask=inside_SH, other=0.0)
-    return best_SH, mass_SH
+    inside_HS = (heads_H < H)[:, None] & (splits_S < num_active)[None, :]
+    places_HS = stats_ptr + (heads_H[:, None] + splits_S[None, :] * PART_H) * 2
+    best_HS = tl.load(places_HS, mask=inside_HS, other=-float("inf"))
+    mass_HS = tl.load(places_HS + 1, mask=inside_HS, other=0.0)
+    return best_HS, mass_HS
 
 
 @triton.jit
@@ -374,21 +397,22 @@ def _merge(
     NUM_SPLITS: tl.constexpr,
     CHUNK_S: tl.constexpr,
 ):
+    """Heads come first, for warps to share them: each adds its heads' parts up alone."""
     # Loads first: each waits as long as one memory access, none for another.
-    all_best_SH, all_mass_SH = _load_stats(stats_ptr, 0, num_active, H, PART_H, NUM_SPLITS)
-    best_CH, _ = _load_stats(stats_ptr, 0, num_active, H, PART_H, CHUNK_S)
-    part_CHD = _load_parts(sums_ptr, 0, num_active, H, PART_H, D, BLOCK_D, CHUNK_S)
+    all_best_HS, all_mass_HS = _load_stats(stats_ptr, 0, num_active, H, PART_H, NUM_SPLITS)
+    best_HC, _ = _load_stats(stats_ptr, 0, num_active, H, PART_H, CHUNK_S)
+    part_HCD = _load_parts(sums_ptr, 0, num_active, H, PART_H, D, BLOCK_D, CHUNK_S)
     heads_H = tl.arange(0, PART_H)
     dims_D = tl.arange(0, BLOCK_D)
     inside_H = heads_H < H
-    best_H = tl.where(inside_H, tl.max(all_best_SH, axis=0), 0.0)
-    mass_H = tl.sum(all_mass_SH * tl.exp2(all_best_SH - best_H[None, :]), axis=0)
+    best_H = tl.where(inside_H, tl.max(all_best_HS, axis=1), 0.0)
+    mass_H = tl.sum(all_mass_HS * tl.exp2(all_best_HS - best_H[:, None]), axis=1)
     mass_H = tl.where(inside_H, mass_H, 1.0)
-    sum_HD = tl.sum(part_CHD * tl.exp2(best_CH - best_H[None, :])[:, :, None], axis=0)
+    sum_HD = tl.sum(part_HCD * tl.exp2(best_HC - best_H[:, None])[:, :, None], axis=1)
     for start in tl.range(CHUNK_S, num_active, CHUNK_S):
-        best_CH, _ = _load_stats(stats_ptr, start, num_active, H, PART_H, CHUNK_S)
-        part_CHD = _load_parts(sums_ptr, start, num_active, H, PART_H, D, BLOCK_D, CHUNK_S)
-        sum_HD += tl.sum(part_CHD * tl.exp2(best_CH - best_H[None, :])[:, :, None], axis=0)
+        best_HC, _ = _load_stats(stats_ptr, start, num_active, H, PART_H, CHUNK_S)
+        part_HCD = _load_parts(sums_ptr, start, num_active, H, PART_H, D, BLOCK_D, CHUNK_S)
+        sum_HD += tl.sum(part_HCD * tl.exp2(best_HC - best_H[:, None])[:, :, None], axis=1)
     out_HD = (sum_HD / mass_H[:, None]).to(out_ptr.dtype.element_ty)
     inside_HD = inside_H[:, None] & (dims_D < D)[None, :]
     tl.store(out_ptr + heads_H[:, None] * D + dims_D[None, :], out_HD, mask=inside_HD)

@@ -78,6 +78,21 @@ def gemv(
         tile_NK = next_NK
 
 
+@triton.jit
+def _load_weights(
+    weights_NK, at_K, K: tl.constexpr, TILE_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Zeros beyond the tile and beyond K: neither is read."""
+    if TILE_N < BLOCK_N:
+        mask_NK = (tl.arange(0, BLOCK_N) < TILE_N)[:, None] & (at_K < K)[None, :]
+        tile_NK = tl.load(weights_NK, mask=mask_NK, other=0.0)
+    elif K % BLOCK_K == 0:
+        tile_NK = tl.load(weights_NK)
+    else:
+        tile_NK = tl.load(weights_NK, mask=(at_K < K)[None, :], other=0.0)
+    return tile_NK
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def skinny_gemm(
     x_ptr,
@@ -91,24 +106,27 @@ def skinny_gemm(
     num_outputs,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    ADDED_LATER: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile, split): BLOCK_N outputs of all rows over a part of K. The weights are the left operand,
-    which the tensor cores want tall; the split that arrives last adds the parts up in order."""
+    """Program (tile, split): TILE_N outputs, in a block of BLOCK_N, of all rows over a part of K. The weights
+    are the left operand, which the tensor cores want tall; the split that arrives last adds the parts up in
+    order. ADDED_LATER: the output is the splits' own sums, [S, M, N]."""
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TILES_PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
     tile = tl.program_id(0)
     split = tl.program_id(1)
     first = split * (TILES_PER_SPLIT * BLOCK_K)
     end = tl.minimum(first + TILES_PER_SPLIT * BLOCK_K, K)
-    outputs_N = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs_N = tile * TILE_N + tl.arange(0, BLOCK_N)
     rows_N = tl.minimum(outputs_N, num_outputs - 1).to(tl.int64)
     rows_M = tl.arange(0, BLOCK_M)
     columns_K = tl.arange(0, BLOCK_K)
@@ -125,18 +143,19 @@ def skinny_gemm(
             mask=(rows_M < num_rows)[None, :] & (at_K < K)[:, None],
             other=0.0,
         )
-        if K % BLOCK_K == 0:
-            tile_NK = tl.load(weights_NK + start)
-        else:
-            tile_NK = tl.load(weights_NK + start, mask=(at_K < K)[None, :], other=0.0)
+        tile_NK = _load_weights(weights_NK + start, at_K, K, TILE_N, BLOCK_N, BLOCK_K)
         sum_NM = tl.dot(tile_NK, x_KM, sum_NM, input_precision=PRECISION)
         if GATED:
-            if K % BLOCK_K == 0:
-                up_tile_NK = tl.load(weights_NK + up_offset + start)
-            else:
-                up_tile_NK = tl.load(weights_NK + up_offset + start, mask=(at_K < K)[None, :], other=0.0)
+            up_tile_NK = _load_weights(weights_NK + up_offset + start, at_K, K, TILE_N, BLOCK_N, BLOCK_K)
             up_sum_NM = tl.dot(up_tile_NK, x_KM, up_sum_NM, input_precision=PRECISION)
-    if SPLITS > 1:
+    inside_N = (outputs_N < num_outputs) & (tl.arange(0, BLOCK_N) < TILE_N)
+    inside_NM = (rows_M < num_rows)[None, :] & inside_N[:, None]
+    places_NM = rows_M[None, :].to(tl.int64) * num_outputs + outputs_N[:, None]
+    if RESIDUAL:  # on its way while splits wait for one another
+        residual_NM = tl.load(residual_ptr + places_NM, mask=inside_NM, other=0.0)
+    if ADDED_LATER:
+        out_ptr += split.to(tl.int64) * num_rows * num_outputs
+    elif SPLITS > 1:
         part_NM = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rows_M[None, :]
         parts = parts_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M) + part_NM
         tl.store(parts + split * (BLOCK_N * BLOCK_M), sum_NM)
@@ -150,9 +169,10 @@ def skinny_gemm(
     if GATED:
         sum_NM = sum_NM / (1.0 + tl.exp(-sum_NM)) * up_sum_NM
     if BIAS:
-        sum_NM += tl.load(bias_ptr + rows_N).to(tl.float32)[:, None]
-    inside_NM = (rows_M < num_rows)[None, :] & (outputs_N < num_outputs)[:, None]
-    places_NM = rows_M[None, :].to(tl.int64) * num_outputs + outputs_N[:, None]
+        bias_N = tl.load(bias_ptr + rows_N).to(tl.float32)
+        if ADDED_LATER:
+            bias_N = tl.where(split == 0, bias_N, 0.0)
+        sum_NM += bias_N[:, None]
     if RESIDUAL:
-        sum_NM += tl.load(residual_ptr + places_NM, mask=inside_NM, other=0.0).to(tl.float32)
+        sum_NM += residual_NM.to(tl.float32)
     tl.store(out_ptr + places_NM, sum_NM.to(out_ptr.dtype.element_ty), mask=inside_NM)
