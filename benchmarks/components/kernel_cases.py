@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lm_engine.attention.triton import TritonAttention
+from lm_engine.attention.triton import DecodeTile, TritonAttention
 from lm_engine.layers.kernels import DecoderLayer, ExpertWeights, HeadShape
 from lm_engine.layers.mlp import DenseMlp
 from lm_engine.memory import allocate_kv
@@ -23,10 +23,11 @@ from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.experts import TritonExperts
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.launch import has_fp8
-from lm_engine.triton.linear import Norm, TritonLinear, make_arrivals
+from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw
 
 EPS = 1e-6
+ChooseTile = Callable[[int, int, int, bool], DecodeTile]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Bench:
     def normal(self, *shape: int, scale: float = 0.02) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype).mul_(scale)
 
-    def linear(self, outputs: int, inputs: int, *, float32: bool = False, bias: bool = False) -> TritonLinear:
+    def made(self, outputs: int, inputs: int, *, float32: bool = False, bias: bool = False) -> TritonLinear:
         bias_O = self.normal(outputs) if bias else None
         return TritonLinear(self.normal(outputs, inputs), bias_O, float32, self.arrivals)
 
@@ -106,25 +107,32 @@ class Bench:
         return max(2, -(-self.shapes.cold_bytes // num_bytes))
 
     def linears(self, rows: int) -> Iterator[Case]:
+        for name in self.widths():
+            yield from self.linear(name, rows, {"": None})
+
+    def widths(self) -> dict[str, tuple[int, int, bool]]:
+        """Outputs, inputs, and whether they are gated."""
         s = self.shapes
-        widths = {
+        return {
             "qkv": (s.heads.width, s.hidden, False),
             "output": (s.hidden, s.num_heads * s.head_dim, False),
             "gate_up": (2 * s.intermediate, s.hidden, True),
             "down": (s.hidden, s.intermediate, False),
             "head": (s.vocabulary, s.hidden, False),
         }
-        for name, (outputs, inputs, gated) in widths.items():
-            size = outputs * inputs * self.dtype.itemsize
-            x_MI, float32 = self.normal(rows, inputs, scale=1.0), name == "head"
-            all_of_them = [
-                self.linear(outputs, inputs, float32=float32, bias=name == "qkv")
-                for _ in range(self.copies(size))
-            ]
-            norm = Norm(self.normal(inputs), EPS) if rows == 1 and name in ("qkv", "gate_up") else None
-            residual_MO = self.normal(rows, outputs) if name in ("output", "down") else None
-            runs = [_fused(one, x_MI, norm, residual_MO, gated) for one in all_of_them]
-            yield Case(f"{name}, {rows} rows", runs, size, 2 * rows * outputs * inputs)
+
+    def linear(self, name: str, rows: int, ways: dict[str, Blocks | None]) -> Iterator[Case]:
+        outputs, inputs, gated = self.widths()[name]
+        size = outputs * inputs * self.dtype.itemsize
+        x_MI, float32 = self.normal(rows, inputs, scale=1.0), name == "head"
+        all_of_them = [
+            self.made(outputs, inputs, float32=float32, bias=name == "qkv") for _ in range(self.copies(size))
+        ]
+        norm = Norm(self.normal(inputs), EPS) if rows == 1 and name in ("qkv", "gate_up") else None
+        residual_MO = self.normal(rows, outputs) if name in ("output", "down") else None
+        for how, blocks in ways.items():
+            runs = [_fused(one, x_MI, norm, residual_MO, gated, blocks) for one in all_of_them]
+            yield Case(f"{name}, {rows} rows{how}", runs, size, 2 * rows * outputs * inputs)
 
     def config(self, layers: int) -> DecoderConfig:
         s = self.shapes
@@ -296,9 +304,9 @@ class Bench:
 
     # --- whole layers ---------------------------------------------------------------------------------------
 
-    def layers(self, rows: int) -> Case:
-        """A decode step without its ends; a run is all layers, its bytes those of one."""
-        s, attention = self.shapes, TritonAttention(self.device)
+    def layers(self, rows: int, way: str = "", choose: ChooseTile | None = None) -> Case:
+        """A decode step without its ends; a run is all layers."""
+        s, attention = self.shapes, TritonAttention(self.device, choose_decode=choose)
         layers = [self.layer() for _ in range(s.num_layers)]
         kv, metadata = self.cache(rows, s.context, s.num_layers, "auto"), self.metadata(s.context, [1] * rows)
         residual_MH, angles_MP = self.normal(rows, s.hidden), self.angles(rows)
@@ -309,25 +317,30 @@ class Bench:
 
         width = s.hidden * (s.heads.width + s.num_heads * s.head_dim + 3 * s.intermediate)
         moved = width * self.dtype.itemsize + self.kv_bytes(rows * s.context, "auto")
-        return Case(f"{s.num_layers} layers, {rows} rows", [run], s.num_layers * moved)
+        return Case(f"{s.num_layers} layers, {rows} rows{way}", [run], s.num_layers * moved)
 
     def layer(self) -> DecoderLayer:
         s = self.shapes
-        gate_up, down = self.linear(2 * s.intermediate, s.hidden), self.linear(s.hidden, s.intermediate)
+        gate_up, down = self.made(2 * s.intermediate, s.hidden), self.made(s.hidden, s.intermediate)
         return DecoderLayer(
             input_norm_H=self.normal(s.hidden),
-            qkv=self.linear(s.heads.width, s.hidden, bias=True),
+            qkv=self.made(s.heads.width, s.hidden, bias=True),
             qk_norm=None,
-            output=self.linear(s.hidden, s.num_heads * s.head_dim),
+            output=self.made(s.hidden, s.num_heads * s.head_dim),
             post_norm_H=self.normal(s.hidden),
             mlp=DenseMlp(self.kernels, gate_up, down),
         )
 
 
 def _fused(
-    one: TritonLinear, x_MI: Tensor, norm: Norm | None, residual_MO: Tensor | None, gated: bool
+    one: TritonLinear,
+    x_MI: Tensor,
+    norm: Norm | None,
+    residual_MO: Tensor | None,
+    gated: bool,
+    blocks: Blocks | None,
 ) -> Callable[[], object]:
-    return lambda: one.fused(x_MI, norm=norm, residual_MO=residual_MO, gated=gated)
+    return lambda: one.fused(x_MI, norm=norm, residual_MO=residual_MO, gated=gated, blocks=blocks)
 
 
 def _drawn(

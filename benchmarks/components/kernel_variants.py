@@ -23,6 +23,7 @@ from lm_engine.model import AttentionMetadata
 from lm_engine.passes import SHORT_LENGTH, TOKEN_SIZES
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.launch import recording
+from lm_engine.triton.linear import Blocks
 from lm_engine.triton.packed import attend_packed
 from model_families.vision.attention import GroupedAttention, PackedAttention, select_attention
 from model_families.vision.packing import Segments
@@ -37,6 +38,16 @@ PACKED_WAYS: dict[str, dict[str, int]] = {
     "": {},
     ", 128 keys": {"keys": 128},
     ", 128 rows": {"rows": 128},
+}
+
+OTHER_BLOCKS: dict[str, dict[str, Blocks | None]] = {
+    "qkv": {", 64 outputs": Blocks(64, 128, 4, 4, splits=2)},
+    "gate_up": {", 128 outputs": Blocks(128, 64, 8, 4), ", 128 inputs": Blocks(84, 128, 8, 3)},
+}
+OTHER_TILES = {
+    ", 64 keys": DecodeTile(64, 8, 2),
+    ", 64 keys, 4 warps": DecodeTile(64, 16, 4),
+    ", 128 keys": DecodeTile(128, 8, 4, max_registers=168),
 }
 
 Mixed = dict[str, TritonAttention]
@@ -67,6 +78,7 @@ class Variants(Bench):
         for context in (self.shapes.context, self.shapes.turn_context):
             for rows in self.few(SMALL_ROWS):
                 yield from self.decodes(rows, context)
+        yield from self.few_rows()
         yield from self.tower()
 
     @property
@@ -206,6 +218,18 @@ class Variants(Bench):
                     yield Case(f"{name}, {size} rows{how}", runs, num_bytes, 2 * size * outputs * inputs)
             yield self.norm(size)
 
+    # --- linears of few rows, and layers of decodes ---------------------------------------------------------
+
+    def few_rows(self) -> Iterator[Case]:
+        """Tiles of as many outputs as give every multiprocessor one beside those of a power of two."""
+        for rows in self.few((8, 16, 32, 64)):
+            for name, ways in OTHER_BLOCKS.items():
+                yield from self.linear(name, rows, {"": None, **({} if self.is_tiny else ways)})
+        for rows in self.few(SMALL_ROWS):
+            yield self.layers(rows)
+            for how, tile in {} if self.is_tiny else OTHER_TILES.items():
+                yield self.layers(rows, how, lambda *_, tile=tile: tile)
+
     # --- decodes --------------------------------------------------------------------------------------------
 
     def decodes(self, rows: int, context: int) -> Iterator[Case]:
@@ -213,12 +237,10 @@ class Variants(Bench):
         chosen = choose_tile(rows * s.num_kv_heads, self.max_length, s.head_dim)
         tiles = {"": chosen}
         if not self.is_tiny:
-            tiles[", 128 keys"] = DecodeTile(128, chosen.splits, 4)
-            tiles[", 4 warps"] = replace(chosen, num_warps=4)
-            if rows >= 8:
-                tiles[", half as many parts"] = replace(chosen, splits=max(1, chosen.splits // 2))
-            if rows == 32:
-                tiles[", twice as many parts"] = replace(chosen, splits=chosen.splits * 2)
+            tiles |= OTHER_TILES
+        if rows >= 8 and not self.is_tiny:
+            tiles[", half as many parts"] = replace(chosen, splits=max(1, chosen.splits // 2))
+            tiles[", twice as many parts"] = replace(chosen, splits=chosen.splits * 2)
         num_bytes = self.kv_bytes(rows * context, "auto")
         layers = min(self.copies(num_bytes), 64)
         kv = self.cache(rows, context, layers, "auto")

@@ -5,8 +5,8 @@ still follows that of all before it. What it may do before waiting depends on wh
 
     linears       let the next kernel start at once (EARLY). Before they wait they read weights alone.
     all others    let it start only after their own wait.
-    attention     reads lengths, block tables and older keys before it waits: written by earlier steps, and by
-                  this step's first kernel. Both are complete, since that kernel is launched without all this.
+    attention     reads lengths, slots, block tables and older keys before it waits: written by earlier steps,
+                  and by this step's first kernel. Both are complete: that one is launched without all this.
 """
 
 import triton
