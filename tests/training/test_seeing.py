@@ -25,7 +25,7 @@ from training.seeing.conversations import DEFAULT_SYSTEM, IGNORED, Row, Words, s
 from training.seeing.decoder import RANKS, Decoder
 from training.seeing.export import shipped_tensors, tower_tensors
 from training.seeing.layout import lay_out, letter_cells
-from training.seeing.make_plain_talk import questions
+from training.seeing.make_plain_talk import answer_all, questions
 from training.seeing.model import Seeing
 from training.seeing.palette import COLOURS, SHAPES, VARIANTS, shape_mask
 from training.seeing.plain_talk import plain_talk
@@ -596,3 +596,20 @@ def test_words_without_a_picture_are_many_and_different():
     assert len(asked) == len(set(asked)) > 400
     assert not any("{" in question or "  " in question for question in asked)
     assert {"What is the capital of France?", "Name a bird.", "Is the earth round?"} <= set(asked)
+
+
+def test_words_are_answered_at_once_as_alone_by_a_tokenizer_without_padding(checkpoint, tmp_path):
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    asked = [
+        "Hi.",
+        "What is the opposite of hot?",
+        "Tell me a short story.",
+        "Tell me all that there is to know.",
+    ]
+    alone = [said for question in asked for said in answer_all(tmp_path, [question])]
+    assert [said.question for said in alone] == asked[1:3]  # the others' answers have no end
+    assert answer_all(tmp_path, asked) == alone

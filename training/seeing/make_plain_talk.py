@@ -209,6 +209,7 @@ def questions() -> list[str]:
 def answer_all(checkpoint: Path, questions: list[str]) -> list[Said]:
     """Greedily, each as the first turn of a chat; without those whose answers are too long."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token  # not every checkpoint names one; nothing attends to it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     model.eval().to(device)
