@@ -20,16 +20,19 @@ BLIND = """\
   tokens and changes the answer: do not read anything into what it says about a picture or a video.
 """
 SEES = """\
-- **Sees** drawn things: colour, shape, number (to five) and place of simple shapes, printed numbers and
-  single words, common emoji. A tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on
-  pictures that a program drew: each of its tokens says a word of the language model's, in reading order.
-  Not made for photographs: of those, and of videos, do not believe it. It misses some of many things, often
-  takes one of two pictures for the other, and fails at what lies where to what; text of several words or
-  with signs in it is read wrongly. Of other things it can still talk after a picture, in other
-  words than before it.
-  Short of 95% are colour, shape, number and above all place. The tower is hardly why: by a head of its own
-  one trained less named 99.9% of colours and shapes and 99.4% of places. The language model, which is not
-  trained, misreads them: to get there it needs weights of its own for what stands behind a picture.
+- **Sees** drawn things, in one picture or two: colour, shape, number (to five) and place of simple shapes,
+  which lies left or right of another, above or below it; printed numbers and single words; common emoji. A
+  tower of 12.4M parameters in Qwen2.5-VL's layout, trained from nothing on pictures that a program drew:
+  each of its tokens says a word of the language model's, in reading order. With it goes a picture adapter:
+  1.9M low-rank weights that are added to the language model's for tokens at and behind the first picture of
+  a conversation, and for no others. So what it says where there is no picture is what SmolLM2 says, token
+  for token.
+  Measured (below) on pictures that the same program drew, in the words that it learned; asked in others it
+  may answer wrongly. Wrong most often are: things of one colour counted among others, all that there is on
+  a picture of several things, words of six letters and more. It is not made for photographs, which it takes
+  for an emoji: of those, and of videos, do not believe it. Of more than five things it says that they are
+  five. Text of several words or with signs in it is read wrongly. It can still talk of other things after a
+  picture, but mostly in other words than without one.
 """
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\
