@@ -20,15 +20,20 @@ def rms_norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row a program. ADD: x + residual goes to `residual_ptr` and its norm to `out_ptr`."""
+    """A row a program; x is the sum of PARTS. ADD: x + residual goes to `residual_ptr` and its norm to
+    `out_ptr`."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
+    stride = tl.num_programs(0).to(tl.int64) * WIDTH
     columns_H = tl.arange(0, BLOCK)
     inside_H = columns_H < WIDTH
     weight_H = tl.load(weight_ptr + columns_H, mask=inside_H, other=0.0).to(tl.float32)
     after_predecessors(PDL)
     x_H = tl.load(x_ptr + row + columns_H, mask=inside_H, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x_H += tl.load(x_ptr + part * stride + row + columns_H, mask=inside_H, other=0.0)
     if ADD:
         x_H += tl.load(residual_ptr + row + columns_H, mask=inside_H, other=0.0).to(tl.float32)
         rounded_H = x_H.to(residual_ptr.dtype.element_ty)
