@@ -35,6 +35,7 @@ MEASURES_A_PART = {
     "benchmarks/components/host_step.py": ("lm_engine",),
     "benchmarks/components/kernel_cases.py": ("lm_engine",),
     "benchmarks/components/kernel_variants.py": ("lm_engine", "model_families"),
+    "benchmarks/components/mixed_variants.py": ("lm_engine",),
     "benchmarks/components/preprocessing.py": ("preprocess",),
     "benchmarks/components/restart.py": ("stages",),
     "benchmarks/components/vocoder.py": ("vocoder", "model_families"),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 COPIED_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 LEAST_LAUNCHES, REPLAYS = 32, 5
+ERROR = 1e-2  # of results that are to be the same, in bfloat16
 HEADER = ["", "us", "GB/s", "TFLOP/s", "of the ceiling"]
 
 
@@ -113,11 +114,22 @@ def figures_of(case: Case, ceilings: Ceilings | None) -> Figures:
 
 
 def measured(cases: Iterable[Case], ceilings: Ceilings | None) -> list[Figures]:
-    """A case that fails is told of and left out."""
-    found = []
+    """A case that fails is told of and left out; of one whose result differs, by how much."""
+    found: list[Figures] = []
+    results: dict[str, torch.Tensor] = {}
     for case in cases:
         try:
+            if case.result is not None:
+                with torch.inference_mode():
+                    result = case.result().double()
+                first = results.setdefault(case.same_as, result)
+                error = float((result - first).norm() / first.norm())
+                if not error < ERROR:
+                    print(f"{case.name}: differs by {error:.2g}")
             found.append(figures_of(case, ceilings))
+            print(f"{case.name}: {found[-1].time_us:.0f} us", flush=True)
+            if case.apart and ceilings is not None:
+                found += [figures_of(one, ceilings) for one in case.kernels()]
         except RuntimeError as error:  # of the library: a backend that does not take the shape
             print(f"{case.name}: {error}")
     return found
@@ -128,7 +140,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names have it")
-    parser.add_argument("--variants", action="store_true", help="other cases: ways to do the same")
+    parser.add_argument(
+        "--variants",
+        nargs="?",
+        const="all",
+        choices=("all", "mixed"),
+        help="other cases: ways to do the same",
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -136,8 +154,9 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
     from benchmarks.components.kernel_cases import TINY, Bench, Shapes
     from benchmarks.components.kernel_variants import Variants, compile_all
+    from benchmarks.components.mixed_variants import MixedVariants
 
-    made = Variants if options.variants else Bench
+    made = {"all": Variants, "mixed": MixedVariants}.get(options.variants, Bench)
     if options.quick:
         bench, ceilings = made(TINY, torch.device("cpu"), torch.float32), None
         print("Triton's interpreter, tiny shapes: no figure below means anything")

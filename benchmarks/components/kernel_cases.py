@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -22,7 +23,7 @@ from lm_engine.request_table import RequestTable
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.experts import TritonExperts
 from lm_engine.triton.kernels import TritonKernels
-from lm_engine.triton.launch import has_fp8
+from lm_engine.triton.launch import has_fp8, launch, recording
 from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw
 
@@ -63,12 +64,26 @@ TINY = Shapes(64, 96, 4, 2, 16, 200, 4, 2, 32, (1, 2), 8, 20, 9, 40, 16, 2, 0)
 
 @dataclass(frozen=True)
 class Case:
-    """`runs` follow one another; each moves `num_bytes` and computes `num_operations`."""
+    """`runs` follow one another; each moves `num_bytes` and computes `num_operations`. `result`: to be the
+    same for all cases that are `same_as` each other. `apart`: its kernels are timed one by one too."""
 
     name: str
     runs: list[Callable[[], object]]
     num_bytes: int
     num_operations: int = 0
+    result: Callable[[], Tensor] | None = None
+    same_as: str = ""
+    apart: bool = False
+
+    def kernels(self) -> Iterator[Case]:
+        """One by one, over what they find after all have run."""
+        with recording() as launches, torch.inference_mode():
+            self.runs[0]()
+        runs = [partial(launch, one.kernel, one.grid, *one.args, **one.options) for one in launches.values()]
+        for run in runs:
+            run()
+        for one, run in zip(launches.values(), runs, strict=True):
+            yield Case(f"  {one.kernel.fn.__name__}", [run], 0)
 
 
 class Bench:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.components.kernel_cases import Bench, Case
+from benchmarks.components.mixed_variants import MixedVariants
 from lm_engine.attention.mixed import MIXED_PROGRAMS, MixedTile, choose_mixed_tile, choose_part_tile
 from lm_engine.attention.triton import DecodeTile, TritonAttention, choose_tile
 from lm_engine.decoder import DecoderStack
@@ -80,6 +82,7 @@ class Variants(Bench):
                 yield from self.decodes(rows, context)
         yield from self.few_rows()
         yield from self.tower()
+        yield from MixedVariants(self.shapes, self.device, self.dtype).cases()
 
     @property
     def is_tiny(self) -> bool:
@@ -100,24 +103,24 @@ class Variants(Bench):
         def uncapped(heads: HeadShape) -> MixedTile:
             return replace(choose_part_tile(heads), max_registers=None)
 
+        plain = partial(TritonAttention, device, make_walks=lambda _: None)
         if self.is_tiny:
             return {
-                "whole": TritonAttention(device, mixed_programs=None),
-                f"{MIXED_PROGRAMS} parts": TritonAttention(device, mixed_programs=16),
+                "whole": plain(mixed_programs=None),
+                f"{MIXED_PROGRAMS} parts": plain(mixed_programs=16),
             }
         return {
-            "whole": TritonAttention(device, mixed_programs=None),
-            "whole, large tiles": TritonAttention(device, mixed_programs=None, choose_mixed=uncapped),
-            "whole, large tiles, 128 registers": TritonAttention(
-                device, mixed_programs=None, choose_mixed=choose_part_tile
-            ),
-            "132 parts": TritonAttention(device, mixed_programs=132),
-            f"{MIXED_PROGRAMS} parts": TritonAttention(device),
-            "528 parts": TritonAttention(device, mixed_programs=528),
-            "parts, all registers": TritonAttention(device, choose_part=uncapped),
-            "parts, half tiles": TritonAttention(device, choose_part=choose_mixed_tile),
-            "parts at once": TritonAttention(device, mixed_at_once=True),
-            "528 parts at once": TritonAttention(device, mixed_programs=528, mixed_at_once=True),
+            "whole": plain(mixed_programs=None),
+            "whole, large tiles": plain(mixed_programs=None, choose_mixed=uncapped),
+            "whole, large tiles, 128 registers": plain(mixed_programs=None, choose_mixed=choose_part_tile),
+            "132 parts": plain(mixed_programs=132),
+            f"{MIXED_PROGRAMS} parts": plain(),
+            "528 parts": plain(mixed_programs=528),
+            "parts, all registers": plain(choose_part=uncapped),
+            "parts, half tiles": plain(choose_part=choose_mixed_tile),
+            "parts at once": plain(mixed_at_once=True),
+            "528 parts at once": plain(mixed_programs=528, mixed_at_once=True),
+            "walks": TritonAttention(device),
         }
 
     def padded(self, context: int, queries: list[int]) -> AttentionMetadata:
@@ -144,7 +147,7 @@ class Variants(Bench):
         """Of no context: one prompt, and a step full of them."""
         ways = self.mixed()
         for count, length in ((1, self.shapes.context), (4, self.shapes.tokens // 4)):
-            names = [name for name in ways if "whole" in name]
+            names = [name for name in ways if "whole" in name or name == "walks"]
             yield from self.mixed_cases(
                 f"{count} prompts of {length}", length, [length] * count, {name: ways[name] for name in names}
             )
@@ -186,7 +189,7 @@ class Variants(Bench):
         hidden_TH = self.normal(size, s.hidden)
         positions_AT = torch.zeros(1, size, device=self.device)
         for way, attention in self.mixed().items():
-            if way not in ("whole", f"{MIXED_PROGRAMS} parts", "parts at once"):
+            if way not in ("whole", f"{MIXED_PROGRAMS} parts", "parts at once", "walks"):
                 continue
             stack = DecoderStack(config, _Normal(self), TritonKernels(self.device, attention))
             turns = stack.turns(positions_AT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +28,19 @@ from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.model import AttentionMetadata, KVDtype, PagedKV
 from lm_engine.triton.jit.attention import decode_attention
 from lm_engine.triton.jit.elementwise import rope_heads
-from lm_engine.triton.launch import dot_precision, has_fp8, interpreted, launch, launch_options, next_power
+from lm_engine.triton.launch import (
+    dot_precision,
+    has_fp8,
+    has_gluon,
+    interpreted,
+    launch,
+    launch_options,
+    next_power,
+    num_multiprocessors,
+)
+
+if TYPE_CHECKING:
+    from lm_engine.attention.walks import Walks
 
 _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
 _MAX_SPLITS = 64
@@ -51,13 +64,16 @@ class TritonAttention:
         choose_mixed: Callable[[HeadShape], MixedTile] = choose_mixed_tile,
         choose_part: Callable[[HeadShape], MixedTile] = choose_part_tile,
         choose_decode: Callable[[int, int, int, bool], DecodeTile] | None = None,
+        make_walks: Callable[[torch.device], Walks | None] | None = None,
     ) -> None:
         """`mixed_programs`: about so many share the keys of a mixed step, and with `mixed_at_once` no more.
         None: one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
-        `choose_part_tile` and `choose_tile` (decodes), unless told otherwise."""
+        `choose_part_tile` and `choose_tile` (decodes), unless told otherwise. All that is for mixed steps
+        that no `walks_on` takes, or whatever is made instead of it."""
         self._choose_mixed, self._choose_part = choose_mixed, choose_part
         self._choose_decode = choose_decode or choose_tile
         self._parts = None if mixed_programs is None else MixedParts(mixed_programs, mixed_at_once)
+        self._walks = (make_walks or walks_on)(device)
         self.kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8") if has_fp8(device) else ("auto",)
         self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
 
@@ -70,10 +86,11 @@ class TritonAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        write_kv(k_TGD, v_TGD, kv, layer, metadata)
         num_heads, head_dim = q_TND.shape[1:]
-        heads = HeadShape(num_heads, kv.keys.shape[3], head_dim)
-        return self._attend_mixed(q_TND.contiguous().flatten(1), heads, kv, layer, metadata).view(q_TND.shape)
+        heads, q_TX = HeadShape(num_heads, kv.keys.shape[3], head_dim), q_TND.contiguous().flatten(1)
+        self._plan(q_TX, heads, kv, layer, metadata)
+        write_kv(k_TGD, v_TGD, kv, layer, metadata)
+        return self._attend_mixed(q_TX, heads, kv, layer, metadata).view(q_TND.shape)
 
     def rotate(
         self, qkv_TX: Tensor, heads: HeadShape, cos_TP: Tensor, sin_TP: Tensor, norm: QKNorm | None
@@ -96,8 +113,16 @@ class TritonAttention:
         if metadata.max_query_length == 1:
             dtype = qkv_TX.dtype
             return self.attend_decodes(qkv_TX[None], dtype, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
+        self._plan(qkv_TX, heads, kv, layer, metadata)
         _rope_heads(qkv_TX, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
         return self._attend_mixed(qkv_TX, heads, kv, layer, metadata)
+
+    def _plan(
+        self, q_TX: Tensor, heads: HeadShape, kv: PagedKV, layer: int, metadata: AttentionMetadata
+    ) -> None:
+        """In front of what is in front of `_attend_mixed`."""
+        if self._walks is not None and self._walks.takes(q_TX, heads, kv):
+            self._walks.plan(q_TX.shape[0], heads, layer, metadata)
 
     def _attend_mixed(
         self, q_TX: Tensor, heads: HeadShape, kv: PagedKV, layer: int, metadata: AttentionMetadata
@@ -105,7 +130,9 @@ class TritonAttention:
         """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
         out_TX = q_TX.new_empty(q_TX.shape[0], heads.num_heads * heads.head_dim)
         part = self._choose_part(heads)
-        if self._parts is not None and self._parts.takes(q_TX.shape[0], heads, part, metadata):
+        if self._walks is not None and self._walks.takes(q_TX, heads, kv):
+            self._walks.attend(q_TX, out_TX, heads, kv, layer, metadata)
+        elif self._parts is not None and self._parts.takes(q_TX.shape[0], heads, part, metadata):
             self._parts.attend(q_TX, out_TX, heads, part, kv, layer, metadata)
         else:
             attend_whole(q_TX, out_TX, heads, self._choose_mixed(heads), kv, layer, metadata)
@@ -185,6 +212,14 @@ class TritonAttention:
             **launch_options(qkv_ERX.device),
         )
         return out_RX
+
+
+def walks_on(device: torch.device) -> Walks | None:
+    if not has_gluon(device):
+        return None
+    from lm_engine.attention.walks import Walks
+
+    return Walks(num_multiprocessors(device))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,17 @@ from lm_engine.gpu_target import is_gpu, target_of
 
 keep_launchers()
 Precision = Literal["tf32", "ieee"]
-Value = Tensor | int | float | bool | str | None
+_GLUON_VERSION = (3, 6)  # of Triton: the first whose warps specialise as kernels here have them
+
+
+class Descriptor(Protocol):
+    """Of a tensor for the copy engine, Triton's or Gluon's."""
+
+    base: Tensor
+    block_shape: list[int]
+
+
+Value = Tensor | Descriptor | int | float | bool | str | None
 
 
 class _Parameter(Protocol):
@@ -128,7 +138,11 @@ def _variant(kernel: Kernel, args: tuple[Value, ...], options: dict[str, Value])
 def _kind(value: Value) -> object:
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return (value == 1, value % 16 == 0) if isinstance(value, int) else type(value)
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0
+    if value is None or isinstance(value, float | str):
+        return type(value)
+    return value.base.dtype, *value.block_shape
 
 
 def interpreted() -> bool:
@@ -139,6 +153,20 @@ def interpreted() -> bool:
 def uses_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch needs Hopper or newer."""
     return not interpreted() and target_of(device).capability >= (9, 0)
+
+
+def has_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon for Hopper run here."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    hopper = not interpreted() and is_gpu(device) and target_of(device).capability == (9, 0)
+    return hopper and version >= _GLUON_VERSION
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a tensor's that stands for a GPU's: any, for which no kernel is compiled anew."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def has_fp8(device: torch.device) -> bool:
