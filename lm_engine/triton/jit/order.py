@@ -7,7 +7,7 @@ still follows that of all before it. What it may do before waiting depends on wh
     all others    let it start only after their own wait.
     attention     reads lengths, slots, block tables and older keys before it waits: written by earlier steps,
                   and by this step's first kernel. Both are complete: that one is launched without all this.
-                  Walks also read their plan: it was launched in front of the kernel that is in front of theirs.
+                  Walks also read their plan, which is older than the kernel in front of theirs.
 """
 
 import triton
