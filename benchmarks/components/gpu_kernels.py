@@ -1,11 +1,12 @@
 """Each Triton kernel at the 3B shape, beside what the GPU itself reads and computes: seconds on a GPU.
 
-    python -m benchmarks.components.gpu_kernels [--variants] [--only TEXT] [--json FILE]
+    python -m benchmarks.components.gpu_kernels [--variants [mixed]] [--only TEXT] [--json FILE]
 
 A case's launches are one CUDA graph, replayed; its rate is what it must move, or compute, at the least over
 the time of a launch, and its share that of the nearer ceiling: of copying a large tensor, or of a large
-product of matrices, measured in the same run. `--variants` sets ways to do the
-same beside each other. `--quick` runs every case once at tiny shapes in Triton's interpreter.
+product of matrices, measured in the same run. `--variants` sets ways to do the same beside each other,
+`--variants mixed` those of attention in mixed steps alone. `--quick` runs every case once at tiny shapes in
+Triton's interpreter.
 """
 
 from __future__ import annotations
