@@ -41,9 +41,14 @@ class Sentences:
         self._weights = [weight for _, weight in kinds]
 
     def sentence(self, index: int) -> str:
+        return self._drawn(index)[0]
+
+    def _drawn(self, index: int) -> tuple[str, bool]:
+        """And whether its words are a sentence's, not a row of any."""
         random = Random(f"{self._seed}:{index}")
-        text = random.choices(self._kinds, self._weights)[0](random)
-        return text[0].upper() + text[1:]
+        kind = random.choices(self._kinds, self._weights)[0]
+        text = kind(random)
+        return text[0].upper() + text[1:], kind != self._salad
 
     def training(self, first: int, step: int) -> Iterator[str]:
         index = first
@@ -52,12 +57,22 @@ class Sentences:
                 yield text
             index += step
 
-    def held_out(self, count: int, min_words: int = 3, max_words: int = 20) -> list[str]:
+    def held_out(
+        self, count: int, min_words: int = 3, max_words: int = 20, *, grammatical: bool | None = None
+    ) -> list[str]:
+        """The first so many. `grammatical`: sentences alone (numbers, dates and lists among them), or rows of
+        words without grammar alone; None: as they come, about one of seven such a row."""
         found: list[str] = []
         index = 0
         while len(found) < count:
-            text = self.sentence(index)
-            if is_held_out(text) and min_words <= len(text.split()) <= max_words and text not in found:
+            text, is_sentence = self._drawn(index)
+            fits = grammatical is None or grammatical == is_sentence
+            if (
+                fits
+                and is_held_out(text)
+                and min_words <= len(text.split()) <= max_words
+                and text not in found
+            ):
                 found.append(text)
             index += 1
         return found

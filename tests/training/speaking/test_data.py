@@ -43,6 +43,18 @@ def test_sentences_are_the_same_for_ever_and_disjoint(sentences):
     assert all(3 <= len(text.split()) <= 20 for text in held_out)
 
 
+def test_sentences_and_rows_of_words_are_held_out_apart(sentences):
+    mixed = sentences.held_out(12)
+    whole, rows = (sentences.held_out(12, grammatical=grammatical) for grammatical in (True, False))
+    assert not set(whole) & set(rows)
+    assert set(mixed) <= {*whole, *rows}
+    assert set(mixed) & set(whole)
+    assert set(mixed) & set(rows)
+    words = {word.lower() for word in KINDS}
+    assert all({one.strip(",.?!").lower() for one in row.split()} <= words for row in rows)
+    assert not any({one.strip(",.?!").lower() for one in text.split()} <= words for text in whole)
+
+
 def test_a_mark_or_a_capital_does_not_bring_a_sentence_back():
     assert is_held_out("The cat runs.") == is_held_out("the CAT, runs!")
 
