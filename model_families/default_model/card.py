@@ -46,9 +46,9 @@ DUMB = "- **It does not speak.**\n"
 SPEAKS = """\
 - **Speaks** English in one voice, "heart": a talker with a code predictor and a causal decoder of
   Qwen3-Omni's kind (16M parameters), trained from nothing on the speech of hibari-tts (Apache-2.0),
-  whose dictionary of sounds comes with it. Numbers, dates and money are said in words; single consonants
-  are not always clear, so rare words and lists of words are hard to make out. For fewer than 15% of words
-  wrong the decoder of sound needs longer training: a talker without a fault would come to about 15%.
+  whose dictionary of sounds comes with it. Numbers, dates and money are said in words. In a sentence a
+  listener (Whisper tiny.en) mishears one word in ten, in a row of words without grammar every other one:
+  single consonants are not always clear, and rare words can only be guessed by what is around them.
 """
 TITLES = {"seeing": "Seeing", "hearing": "Hearing", "speaking": "Speaking"}
 
