@@ -28,7 +28,7 @@ from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
 from lm_engine.triton.step import DecodeBuffers, draw
 
 EPS = 1e-6
-ChooseTile = Callable[[int, int, int, bool], DecodeTile]
+ChooseTile = Callable[[int, int, int], DecodeTile]
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,7 @@ _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
 _MAX_SPLITS = 64
 _PROGRAMS = 264  # wanted of a step: about two for each multiprocessor
 _FEW_PAIRS = 32  # up to here no more than those, beyond no fewer
-_ONE_SEQUENCE = 8  # up to so many pairs may be one
-_AT_ONCE = 3 * 132  # programs of 128 keys that have room at once
+_WIDE_PAIRS = 16  # up to here more warps a tile
 
 
 class TritonAttention:
@@ -60,13 +59,13 @@ class TritonAttention:
         device: torch.device,
         *,
         mixed_programs: int | None = MIXED_PROGRAMS,
-        mixed_at_once: bool = False,
+        mixed_at_once: bool = True,
         choose_mixed: Callable[[HeadShape], MixedTile] = choose_mixed_tile,
         choose_part: Callable[[HeadShape], MixedTile] = choose_part_tile,
-        choose_decode: Callable[[int, int, int, bool], DecodeTile] | None = None,
+        choose_decode: Callable[[int, int, int], DecodeTile] | None = None,
         make_walks: Callable[[torch.device], Walks | None] | None = None,
     ) -> None:
-        """`mixed_programs`: about so many share the keys of a mixed step, and with `mixed_at_once` no more.
+        """`mixed_programs`: so many share the keys of a mixed step, or about so many without `mixed_at_once`.
         None: one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
         `choose_part_tile` and `choose_tile` (decodes), unless told otherwise. All that is for mixed steps
         that no `walks_on` takes, or whatever is made instead of it."""
@@ -162,17 +161,15 @@ class TritonAttention:
         assert num_rows * num_groups <= _MAX_PAIRS
         per_group = heads.num_heads // num_groups
         part_h = next_power(per_group)
-        tile = self._choose_decode(
-            num_rows * num_groups, metadata.max_sequence_length, head_dim, kv.is_quantised
-        )
-        num_splits = next_power(tile.splits)
+        tile = self._choose_decode(num_rows * num_groups, metadata.max_sequence_length, head_dim)
+        num_splits = tile.splits
         parts = (num_rows, num_groups, num_splits, part_h)
         sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_ERX.device)
         stats = torch.empty(*parts, 2, dtype=torch.float32, device=qkv_ERX.device)
         out_RX = qkv_ERX.new_empty(num_rows, heads.num_heads * head_dim, dtype=dtype)
         launch(
             decode_attention,
-            (num_rows, num_groups, tile.splits),
+            (num_rows, num_groups, num_splits),
             qkv_ERX,
             cos_RP,
             sin_RP,
@@ -208,7 +205,6 @@ class TritonAttention:
             PRECISION=dot_precision(dtype),
             num_warps=tile.num_warps,
             num_stages=2,
-            maxnreg=tile.max_registers,
             **launch_options(qkv_ERX.device),
         )
         return out_RX
@@ -229,27 +225,22 @@ class DecodeTile:
     keys: int
     splits: int
     num_warps: int
-    max_registers: int | None = None
 
 
-def choose_tile(num_pairs: int, max_length: int, head_dim: int, is_quantised: bool = False) -> DecodeTile:
-    """As measured on an H200. Few warps: a tile's work is small, and warps wait for each other. Widening a
-    quantised cache's values takes the registers that a larger tile would.
+def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
+    """As measured on an H200 in whole layers. Few warps: a tile's work is small, and warps wait for each
+    other.
 
-    One sequence's tile stays below 48 KB of shared memory: Triton gives a kernel that wants more all there
-    is, at the cost of the cache through which the linears of one row read, and those take half as long again.
+    Tiles stay below 48 KB of shared memory: Triton gives a kernel that wants more all there is, at the cost
+    of the cache through which the linears of few rows read. With one row those take half as long again.
     """
     wanted = next_power(max(1, -(-_PROGRAMS // num_pairs)))
     if num_pairs <= _FEW_PAIRS and wanted * num_pairs > _PROGRAMS:
         wanted //= 2
     if wanted == 1:
         tile = DecodeTile(128, 1, 8)
-    elif num_pairs <= _ONE_SEQUENCE:
-        tile = DecodeTile(64, wanted, 4)
-    elif is_quantised or head_dim > 128:
-        tile = DecodeTile(64, wanted, 2)
     else:
-        tile = DecodeTile(128, min(wanted, _AT_ONCE // num_pairs), 4, max_registers=168)
+        tile = DecodeTile(64, wanted, 4 if num_pairs <= _WIDE_PAIRS else 2)
     keys = tile.keys // 2 if head_dim > 128 else tile.keys
     if interpreted():
         keys = 32
