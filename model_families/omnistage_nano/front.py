@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from model_families.omnistage_nano.neighbours import goes_on, waits
 from model_families.omnistage_nano.pieces import MARKS, SPOKEN_PIECES, Pace, Pieces, read_pieces
 from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS, Dictionary, begins_with_vowel, read_words
 from model_families.omnistage_nano.said import say
@@ -20,11 +21,14 @@ from model_families.token_bytes import TokenBytes
 
 # What can be said without looking further: letters and a mark behind them.
 _WORD = re.compile(r"[A-Za-z]+[,;!?]")
-_CHUNK = re.compile(r"\S+(?=\s)")
-# What money is counted in may stand behind it.
-_MONEY = re.compile(r"[$£€]\d\S*\s+\S+(?=\s)")
+_CHUNK = re.compile(r"\S++(?=\s)")
 _BLANKS = re.compile(r"\s+")
-_STOP = "."
+_GAP = re.compile(r"[^\S\n]+")  # in a line
+# Whatever stands for longer than this without a blank, a mark or a dash was not meant to be read aloud: the
+# rest of it is left unsaid.
+MOST_UNBROKEN = 100  # characters
+_RUNS = re.compile(r"[^\s,;!?…—]+|[\s,;!?…—]+")
+_STOP, _COMMA = ".", ","
 _ENDS = ".?!"
 _THE, _THE_BEFORE_VOWEL = "the", "thee"
 
@@ -48,37 +52,92 @@ class Front:
         return begins_with_vowel(self.words.sounds(word) or "")
 
 
-class Reader:
-    """Text in parts, however it is parted → words and marks."""
+class Bound:
+    """Text in parts, however it is parted → the same without what is too long to be read."""
 
     def __init__(self) -> None:
+        self._run = 0  # characters since something broke it
+
+    def __call__(self, text: str) -> str:
+        kept: list[str] = []
+        for run in _RUNS.findall(text):
+            if run[0].isspace() or run[0] in ",;!?…—":
+                self._run = 0
+                kept.append(run)
+            else:
+                kept.append(run[: max(0, MOST_UNBROKEN - self._run)])
+                self._run += len(run)
+        return "".join(kept)
+
+
+class Reader:
+    """Text in parts, however it is parted → words and marks. A comma is held back until it is known that
+    something follows it: at the end, and before a mark that ends a sentence, there is none."""
+
+    def __init__(self) -> None:
+        self._bound = Bound()
         self._text = ""
-        self._marked = True  # whether a mark was the last, or nothing
+        self._before = ""  # what was said last in this line, as it was written
+        self._marked = True  # whether the end of a sentence was the last, or nothing
+        self._comma = False
 
     def read(self, text: str, *, last: bool) -> Iterator[str]:
-        self._text += text
+        self._text += self._bound(text)
         while self._text:
             if blanks := _BLANKS.match(self._text):
                 self._text = self._text[blanks.end() :]
                 if "\n" in blanks[0]:
+                    self._before = ""
                     yield from self._fresh([_STOP])
                 continue
-            found = _WORD.match(self._text) or (_MONEY if self._text[0] in "$£€" else _CHUNK).match(
-                self._text
-            )
-            if found is None and not last:
+            found = self._next(last)
+            if found is None:
                 return
-            chunk = self._text if found is None else found[0]
+            chunk, behind = found
             self._text = self._text[len(chunk) :]
-            yield from self._fresh(say(chunk))
+            yield from self._fresh(say(chunk, self._before, behind))
+            self._before = chunk
 
-    def _fresh(self, words: Iterator[str] | list[str]) -> Iterator[str]:
+    def _next(self, last: bool) -> tuple[str, str] | None:
+        """What is said next, and what stands behind it where that matters. None: it is not known yet."""
+        if found := _WORD.match(self._text):
+            return found[0], ""
+        end = self._end(0, last)
+        while end is not None and waits(chunk := self._text[:end]):
+            gap = _GAP.match(self._text, end)
+            if gap is None or self._text.startswith("\n", gap.end()):
+                return chunk, ""
+            if gap.end() == len(self._text):
+                return (chunk, "") if last else None
+            behind_end = self._end(gap.end(), last)
+            if behind_end is None:
+                return None
+            behind = self._text[gap.end() : behind_end]
+            if not goes_on(chunk, behind):
+                return chunk, behind
+            end = behind_end
+        return None if end is None else (self._text[:end], "")
+
+    def _end(self, start: int, last: bool) -> int | None:
+        """Of what stands between blanks from `start` on."""
+        found = _CHUNK.match(self._text, start)
+        if found is not None:
+            return found.end()
+        return len(self._text) if last else None
+
+    def _fresh(self, words: Iterable[str]) -> Iterator[str]:
         """No mark behind another, none at the beginning."""
         for word in words:
-            if word in MARKS and self._marked:
-                continue
-            self._marked = word in MARKS
-            yield word
+            if word not in MARKS:
+                if self._comma:
+                    yield _COMMA
+                self._comma = self._marked = False
+                yield word
+            elif word == _COMMA:
+                self._comma = not self._marked
+            elif not self._marked:
+                self._comma, self._marked = False, True
+                yield word
 
 
 class FrontSpeller:
@@ -113,6 +172,12 @@ class FrontSpeller:
         if last and self._last and self._last not in _ENDS:
             self._last = _STOP
             yield _STOP
+
+
+def spoken_of(text: str) -> str:
+    """What of a text is spoken: without what is too long to be read; "" where nothing of it can be said."""
+    bound = Bound()(text)
+    return bound if any(word not in MARKS for word in Reader().read(bound, last=True)) else ""
 
 
 def open_front(folder: Path) -> Front:

@@ -37,6 +37,8 @@ class Dictionary:
         found = self._listed(word)
         if found is None and word.isupper() and 1 < len(word) <= MOST_INITIALS:
             found = self._form(word.lower()) or self._initials(word)
+        if found is None and word[:-1].isupper() and word[-1] == "s" and 2 < len(word) <= 1 + MOST_INITIALS:
+            found = _s(self._initials(word[:-1]))
         if found is None and len(word) <= LONGEST:
             found = self._derived(word.lower())
         if found is not None and word[:1].isupper() and word != "I":
@@ -48,7 +50,7 @@ class Dictionary:
 
     def _initials(self, word: str) -> str | None:
         """Letter by letter, the last one stressed."""
-        named = [self._sounds.get(letter) for letter in word]
+        named = [self._listed(letter) for letter in word]
         if None in named:
             return None
         *before, last = [name or "" for name in named]

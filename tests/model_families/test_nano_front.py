@@ -7,10 +7,10 @@ import random
 import pytest
 
 from model_families.default_model.shipped import SPEAKING
-from model_families.omnistage_nano.front import Front, FrontSpeller, Reader
+from model_families.omnistage_nano.front import MOST_UNBROKEN, Front, FrontSpeller, Reader, spoken_of
+from model_families.omnistage_nano.numbers import cardinal, ordinal, year
 from model_families.omnistage_nano.pieces import MOST_AHEAD, SPOKEN_PIECES, Pieces, read_pieces, write_pieces
 from model_families.omnistage_nano.pronouncing import SPOKEN_WORDS, Dictionary, read_words, write_words
-from model_families.omnistage_nano.said import cardinal, ordinal, year
 from tests.tiny_models import build_tokenizer
 
 PAD = 7
@@ -29,17 +29,18 @@ def said(text):
         ("the 3rd, 21st and 1,000th", "the third , twenty first and one thousandth"),
         ("$9.99 or $1, £0.50, $3 million!", "nine dollars and ninety nine cents or one dollar , fifty pence ,"
          " three million dollars !"),
-        ("at 7:05 pm, 7:30 or 12:00", "at seven oh five pm , seven thirty or twelve o'clock"),
-        ("9am, 10:15pm", "nine a m , ten fifteen p m"),
+        ("at 7:05 pm, 7:30 or 12:00", "at seven oh five P M , seven thirty or twelve o'clock"),
+        ("9am, 10:15pm", "nine A M , ten fifteen P M"),
         ("50% of 3.14", "fifty percent of three point one four"),
-        ("-5°C, 10-20 km, 5km, 1 kg", "minus five degrees C , ten to twenty km , five kilometers , one kg"),
+        ("-5°C, 10-20 km, 5km, 1 kg", "minus five degrees Celsius , ten to twenty kilometers , five"
+         " kilometers , one kilogram"),
         ("the 1990s, 80s", "the nineteen nineties , eighties"),
-        ("1/2 cup, 7/8", "one half cup , seven over eight"),
+        ("1/2 cup, 7/8", "one half cup , seven eighths"),
         ("version 1.2.3", "version one point two point three"),
         ("007 and 12345678901234567", "zero zero seven and one two three four five six seven eight nine"
          " zero one two three four five six seven"),
-        ("Dr. Lee, e.g. U.S. law etc.", "doctor Lee , for example U S law et cetera"),
-        ("**Bold** `code` #1\n- item", "Bold code one . item"),
+        ("Dr. Lee, e.g. U.S. law etc.", "doctor Lee , for example U S law etc"),
+        ("**Bold** `code` #1\n- item", "Bold code number one . item"),
         ("well-known: (yes); “no”…", "well known , yes , no ."),
         ("café naïve", "cafe naive"),
         ("A cat & a dog @ example.com", "a cat and a dog at example dot com"),
@@ -50,6 +51,61 @@ def said(text):
 )  # fmt: skip
 def test_what_is_written_is_said(written, spoken):
     assert said(written) == spoken
+
+
+LONG = (
+    "a" * 1500,
+    "x1" * 5000,
+    "9" * 20_000,
+    "$" + "9" * 5000,
+    "1." * 3000,
+    "-" * 5000,
+    "'" * 5000,
+    "A." * 4000,
+)
+
+
+@pytest.mark.parametrize("text", LONG)
+def test_what_no_blank_breaks_is_read_up_to_a_bound(text):
+    shown = "".join(word for word in said(text).split() if word not in ",.?!")
+    assert len(shown) < 12 * MOST_UNBROKEN
+    assert said(f"so {text} it is").split()[0] == "so"
+    assert said(f"so {text} it is").split()[-2:] == ["it", "is"]
+    assert len(spoken_of(text)) <= MOST_UNBROKEN
+    assert said(spoken_of(text)) == said(text)
+
+
+def test_marks_and_blanks_break_a_long_text():
+    for joint in (", ", ",", " ", "—", "\n"):
+        text = joint.join(["word"] * 1000)
+        assert said(text).split().count("word") == 1000
+        assert spoken_of(text) == text
+
+
+@pytest.mark.parametrize(("text", "sayable"), [
+    ("Hello", True), ("😀 5", True), ("π", True), ("&", True),
+    ("😀", False), ("... !?", False), ("漢字", False), (" \n", False), ("- * _", False), ("'\"()", False),
+])  # fmt: skip
+def test_what_can_be_said_is_known_beforehand(text, sayable):
+    assert spoken_of(text) == (text if sayable else "")
+
+
+ENDS = (
+    "the cat,",
+    "the cat;",
+    "the cat:",
+    "the cat -",
+    "the cat —",
+    "the cat...",
+    "the cat (",
+    "the cat, \n",
+)
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_a_mark_at_the_end_is_no_rest(front, text):
+    """The talker would have gone on."""
+    assert rows_of(front, text) == rows_of(front, "the cat.")
 
 
 def test_numbers():
@@ -65,7 +121,8 @@ def test_numbers():
 SOUNDS = {
     "cat": "kˈæt", "stop": "stˈɑp", "city": "sˈɪTi", "bus": "bˈʌs", "make": "mˈAk", "wait": "wˈAt",
     "he": "hi", "polish": "pˈɑlɪʃ", "Polish": "pˈOlɪʃ", "U": "jˈu", "S": "ˈɛs", "fire": "fˈIəɹ",
-    "place": "plˈAs", "try": "tɹˈI", "the": "ðə", "in": "ɪn",
+    "place": "plˈAs", "try": "tɹˈI", "the": "ðə", "in": "ɪn", "A": "ˈA", "D": "dˈi", "Z": "zˈi", "c": "sˈi",
+    "p": "pˈi",
 }  # fmt: skip
 
 
@@ -77,6 +134,7 @@ SOUNDS = {
         ("stopping", "stˈɑpɪŋ"), ("waited", "wˈATᵻd"), ("tried", "tɹˈId"), ("making", "mˈAkɪŋ"),
         ("maker", "mˈAkəɹ"), ("fireplaces", "fˈIəɹplˌAsᵻz"), ("unpolished", "ˌʌnpˈɑlɪʃt"),
         ("Polish", "pˈOlɪʃ"), ("polish", "pˈɑlɪʃ"), ("US", "jˌuˈɛs"),
+        ("ZAP", "zˌiˌApˈi"), ("CDs", "sˌidˈiz"),
         ("He", "hˌi"), ("he", "hi"), ("the", "ðə"), ("The", "ðə"), ("In", "ɪn"), ("zyx", None), ("ZQ", None),
     ],
 )  # fmt: skip
@@ -121,6 +179,9 @@ TEXTS = (
     "$5",
     "$5 million",
     "wait,,, what?!?! 😀 ok",
+    "On 2024-12-25 at 9:00 a.m. No. 5, St. James, Dec. 3 - Henry VIII - ran 5 km at 10 km/h, 3 - 5 (twice).",
+    "Call +1 (555) 123-4567 or (555) 123-4567, mail me@example.com; it's 5'10\" — $5 million — 20 °C.\nNo.",
+    "aaaaaaaaaa" * 30 + " $",
 )
 
 
@@ -150,10 +211,10 @@ def test_a_word_is_said_once_its_end_is_seen_and_no_later(front):
     assert heard("s") == ""
     assert heard(" d") == " kˈæts"
     assert heard("og") == ""
-    assert heard(",") == " dˈɔɡ,"
+    assert heard(",") == " dˈɔɡ"
     assert heard(" 3") == ""
     assert heard("rd") == ""
-    assert heard("", last=True) == " θˈɜɹd."
+    assert heard("", last=True) == ", θˈɜɹd."
 
 
 def test_the_sounds_by_the_word_behind_it(front):
