@@ -82,6 +82,11 @@ class Family(Protocol):
         """Raises when `speech` is None."""
         ...
 
+    def spoken_of(self, text: str) -> str:
+        """What of a text is spoken; "" where nothing of it can be: then its talker need not be asked.
+        Raises when `speech` is None."""
+        ...
+
     def load_vocoder(self, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]:
         """Raises when `speech` is None."""
         ...

@@ -50,10 +50,15 @@ class LoadVocoder(Protocol):
     def __call__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]: ...
 
 
+def all_of(text: str) -> str:
+    return text if text.strip() else ""
+
+
 @dataclass(frozen=True)
 class SpeechParts:
     """`read_spec`: None for a checkpoint without its talker; then `silent_pipeline` is the graph.
-    `kept_hidden` fills in what the thinker's cache keeps for the talker."""
+    `kept_hidden` fills in what the thinker's cache keeps for the talker. `spoken_of`: what of a text is
+    spoken, "" where nothing of it can be."""
 
     read_spec: Callable[[Path], SpeechSpec | None]
     read_talker_config: Callable[[Path], DecoderConfig]
@@ -61,6 +66,7 @@ class SpeechParts:
     load_talker: LoadTalker
     load_vocoder: LoadVocoder
     silent_pipeline: Pipeline
+    spoken_of: Callable[[str], str] = all_of
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,9 @@ class OpenFamily:
     def load_talker(self, device: torch.device, dtype: torch.dtype, kernels: Kernels) -> TalkerModel:
         return self._speech_parts.load_talker(self.folder, self.processor, device, dtype, kernels)
 
+    def spoken_of(self, text: str) -> str:
+        return self._speech_parts.spoken_of(text)
+
     def load_vocoder(self, device: torch.device, dtype: torch.dtype) -> VocoderModel[Any]:
         return self._speech_parts.load_vocoder(self.folder, device, dtype)
 

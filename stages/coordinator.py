@@ -299,15 +299,13 @@ class Coordinator:
             request.events.put(message)
 
     def _reject_muteness(self, request: InFlight) -> bool:
-        """Once both have ended: a text of which not one sample came is an error, an empty text is not."""
-        if request.speech is None or not request.complete or not request.speech.was_mute:
+        """Once both have ended: a text of which not one sample came is an error, unless there is nothing in
+        it to say."""
+        if request.speech is None or not request.complete:
             return False
-        if not request.spoken_tokens:
+        if not request.speech.left_unsaid(request.spoken_tokens):
             return False
-        message = (
-            "the talker ended before its first frame, so there is no audio: either nothing of the text can "
-            "be spoken (emoji, another script), or another seed may help"
-        )
+        message = "the talker ended before its first frame, so there is no audio: another seed may help"
         talker = self._routes.speech_path[1]
         self._fail(request, NoSpeech(message, stage=talker))
         return True

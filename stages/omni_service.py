@@ -67,7 +67,7 @@ class OmniService:
         self.tokenizer: ChatTokenizer = family.tokenizer
         self._family = family
         self._prompts = PromptDesk(family, context_length)
-        self._speech = SpeechDesk(family.speech, deployment, card.names[0])
+        self._speech = SpeechDesk(family.speech, deployment, card.names[0], self._can_be_said)
         self._deployment = deployment
         self._coordinator = coordinator
         self._workers = workers
@@ -227,6 +227,12 @@ class OmniService:
                     param=source.param,
                     code="unsupported_modality",
                 )
+
+    def spoken_of(self, text: str) -> str:
+        return self._family.spoken_of(text)
+
+    def _can_be_said(self, token_ids: Sequence[int]) -> bool:
+        return self.spoken_of(self.tokenizer.decode(list(token_ids))) != ""
 
     def stop_sample(self, request_id: str, sample: int) -> None:
         self._coordinator.stop_sample(request_id, sample)

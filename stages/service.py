@@ -149,6 +149,10 @@ class Service(Protocol):
         `generate`; BadRequest where the model does not transcribe."""
         ...
 
+    def spoken_of(self, text: str) -> str:
+        """What of a text a model with a voice speaks; "" where nothing of it can be."""
+        ...
+
     def stop_sample(self, request_id: str, sample: int) -> None:
         """A stop string matched: the sample ends with no further token. The iterator goes on for the
         others."""

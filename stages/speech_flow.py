@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from contracts.media import Prompt
@@ -12,10 +12,15 @@ from contracts.params import SamplingParams
 SAMPLE_BYTES = 4
 
 
+def anything(token_ids: Sequence[int]) -> bool:
+    return len(token_ids) > 0
+
+
 @dataclass(frozen=True)
 class SpeechOrder:
     """A spoken answer as the service orders it. `max_frames`: the talker's reservation and last bound;
-    `frames_of_text`: the bound once the answer's text is known, from its number of tokens."""
+    `frames_of_text`: the bound once the answer's text is known, from its number of tokens; `can_be_said`:
+    whether there is anything in it to be heard."""
 
     voice: str
     sampling: SamplingParams
@@ -23,6 +28,7 @@ class SpeechOrder:
     window_frames: int
     samples_per_frame: int
     frames_of_text: Callable[[int], int]
+    can_be_said: Callable[[Sequence[int]], bool] = anything
 
 
 class SpeechFlow:
@@ -76,10 +82,9 @@ class SpeechFlow:
         """Frames that it may come to, once that is known."""
         return self._bound if self._text_ended else None
 
-    @property
-    def was_mute(self) -> bool:
-        """It has ended without a sample."""
-        return self.ended and self._num_received == 0
+    def left_unsaid(self, token_ids: Sequence[int]) -> bool:
+        """It has ended without a sample, though these tokens of its text were to be heard."""
+        return self.ended and self._num_received == 0 and self._order.can_be_said(token_ids)
 
     def received(self, audio: Audio) -> None:
         assert not self.ended, f"{audio.request_id}: audio after its end"

@@ -4,7 +4,8 @@ bounds."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 
 import msgspec
@@ -15,7 +16,7 @@ from contracts.params import SamplingParams
 from contracts.specs import SpeechSpec
 from stages.deployment import Deployment, ServerConfig
 from stages.service import SpeechOptions
-from stages.speech_flow import SpeechOrder
+from stages.speech_flow import SpeechOrder, anything
 
 TALKER_SEED = 0x5BEEC4  # so that text and speech of one seed do not draw the same numbers
 
@@ -40,8 +41,15 @@ def check_speech(
 class SpeechDesk:
     """Takes the orders of speech of one model and counts what became of them."""
 
-    def __init__(self, spec: SpeechSpec | None, deployment: Deployment, model: str) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: SpeechSpec | None,
+        deployment: Deployment,
+        model: str,
+        can_be_said: Callable[[Sequence[int]], bool] = anything,
+    ) -> None:
+        """`can_be_said`: whether there is anything to speak in these tokens of an answer."""
+        self._spec, self._can_be_said = spec, can_be_said
         self._server = deployment.server
         self._model = model
         self._max_speaking = min((v.max_streams for v in deployment.vocoders.values()), default=0)
@@ -71,7 +79,8 @@ class SpeechDesk:
         if options is None:
             return None
         assert self._spec is not None, "admitted"
-        return speech_order(self._spec, self._server, options, sampling)
+        order = speech_order(self._spec, self._server, options, sampling)
+        return replace(order, can_be_said=self._can_be_said)
 
     def count(self, audio: Audio) -> None:
         self._num_ended += audio.finish_reason is not None

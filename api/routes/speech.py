@@ -147,8 +147,12 @@ def _job(api: Api, body: SpeechRequest) -> SpeechJob:
     container = body.response_format or DEFAULT_FORMAT
     if container not in FORMATS:
         raise unsupported("response_format", f"must be one of: {', '.join(FORMATS)}")
+    pieces = pieces_of(api.service.spoken_of(body.input), PIECE_CHARS)
+    spoken = tuple(piece for piece in pieces if api.service.spoken_of(piece))
+    if not spoken:
+        raise invalid("input", f"holds nothing that {card.names[0]} can speak: neither words nor numbers")
     return SpeechJob(
-        pieces=tuple(pieces_of(body.input, PIECE_CHARS)),
+        pieces=spoken,
         voice=check_voice(body.voice, card),
         format=container,
         speed=checked("speed", body.speed, 1.0),

@@ -61,8 +61,8 @@ class _Ending:
     def finish(self) -> FinishText:
         return "length" if self._cut else self._finish
 
-    def check_said(self) -> None:
-        if "".join(self.text).strip() and not self.num_samples:
+    def check_said(self, api: Api) -> None:
+        if not self.num_samples and api.service.spoken_of("".join(self.text)):
             raise NoSpeech("the model ended its speech before it began; try again")
 
 
@@ -87,7 +87,7 @@ async def answer(api: Api, job: ChatJob) -> ChatCompletion:
             else:
                 for step in part:
                     ending.take_text(step)
-        ending.check_said()
+        ending.check_said(api)
         usage = group.usage()
     sound += await encoder.finish()
     text = "".join(ending.text)
@@ -135,7 +135,7 @@ async def stream(api: Api, job: ChatJob, writer: EventWriter) -> None:
                 await writer.write(events)
             events = b""
             part = await generation.next_part()
-        ending.check_said()
+        ending.check_said(api)
         if tail := pieces.push(await encoder.finish()) + pieces.finish():
             events += _event(job, Delta(audio=AudioDelta(data=tail)), usage)
         events += _closing(job, ending, usage)

@@ -9,6 +9,7 @@ import msgspec
 
 from contracts.params import SamplingParams
 from contracts.specs import SpeechSpec
+from model_families.omnistage_nano.front import spoken_of
 from model_families.omnistage_nano.pipeline import SILENT_PIPELINE
 from model_families.omnistage_nano.talker import load_nano_talker
 from model_families.qwen3_omni_moe.speech import SPEECH as QWEN3_OMNI
@@ -26,4 +27,5 @@ SPEECH = replace(
     read_spec=read_spec,
     load_talker=load_nano_talker,
     silent_pipeline=SILENT_PIPELINE,
+    spoken_of=spoken_of,
 )

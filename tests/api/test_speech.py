@@ -17,7 +17,7 @@ import pytest
 from api.settings import ApiSettings
 from api.speech_text import pieces_of
 from contracts.errors import EngineError, TooManyRequests
-from tests.api.fakes import Script, ScriptedService
+from tests.api.fakes import UNSAYABLE, Script, ScriptedService
 from tests.api.serving import TIMEOUT_S, client, events_of, post, running
 from tests.api.spoken_fakes import SAMPLE_RATE, SAMPLES_PER_FRAME, SpeakingService, SpeechScript, speech_of
 from tests.api.test_disconnect import connected, metric
@@ -228,6 +228,29 @@ def test_speech_that_ends_before_it_begins_is_an_error(body: dict[str, Any]) -> 
     response = speak(SpeakingService(speech=SpeechScript(silent=True)), **body)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "no_speech"
+
+
+@pytest.mark.parametrize("body", [{}, {"stream_format": "sse"}, {"stream": False}])
+def test_a_text_in_which_nothing_can_be_said_never_reaches_the_talker(body: dict[str, Any]) -> None:
+    service = SpeakingService()
+    response = speak(service, input=f"{UNSAYABLE} {UNSAYABLE}", **body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == (
+        "invalid_request_error",
+        "input",
+        "invalid_value",
+    )
+    assert "nothing that toy can speak" in error["message"]
+    assert not service.flows
+
+
+def test_a_piece_in_which_nothing_can_be_said_is_left_out() -> None:
+    service = SpeakingService()
+    pictures = UNSAYABLE * 400
+    assert speak(service, input=f"Hello there.\n{pictures}\nGood day to you.").status_code == 200
+    said = [flow.request.speech.verbatim for flow in service.flows.values() if flow.request.speech]
+    assert said == ["Hello there.", "Good day to you."]
 
 
 def mute_on(words: str) -> SpeakingService:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from contracts.errors import EngineError
-from tests.api.fakes import Script, ScriptedService
+from tests.api.fakes import UNSAYABLE, Script, ScriptedService
 from tests.api.serving import events_of, post, running, user
 from tests.api.spoken_fakes import SAMPLES_PER_FRAME, SpeakingService, SpeechScript, speech_of
 from tests.api.test_disconnect import CHAT, connected
@@ -170,6 +170,19 @@ def test_speech_cut_at_its_bound_or_missing_is_told() -> None:
         missing = ask(SpeakingService(speech=SpeechScript(silent=True)), stream=stream)
         assert '"no_speech"' in missing.text
         assert "[DONE]" not in missing.text
+
+
+def test_an_answer_in_which_nothing_can_be_said_has_an_empty_sound() -> None:
+    def service() -> SpeakingService:
+        return SpeakingService(Script(answers=[UNSAYABLE.encode()]), speech=SpeechScript(silent=True))
+
+    (choice,) = ask(service()).json()["choices"]
+    assert choice["message"]["content"] == choice["message"]["audio"]["transcript"] == UNSAYABLE
+    assert choice["message"]["audio"]["data"] == ""
+    assert choice["finish_reason"] == "stop"
+    streamed = ask(service(), stream=True).text
+    assert '"finish_reason":"stop"' in streamed
+    assert "[DONE]" in streamed
 
 
 def test_text_that_ends_for_length_keeps_its_reason() -> None:

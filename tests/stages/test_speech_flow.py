@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,6 +169,26 @@ def test_an_end_at_the_first_frame_is_an_error() -> None:
                 "talker",
                 "r",
             )
+            await graph.assert_clean()
+
+    run(main())
+
+
+def test_a_text_in_which_nothing_can_be_said_may_have_no_sound() -> None:
+    async def main() -> None:
+        async with speech_graph() as graph:
+            given: list[list[int]] = []
+
+            def can_be_said(token_ids: Sequence[int]) -> bool:
+                given.append(list(token_ids))
+                return False
+
+            asked = replace(order("mute"), can_be_said=can_be_said)
+            answer = await graph.speak(question("r", 1, 2), asked)
+            assert (answer.text_finish, answer.audio_finish) == ("stop", "stop")
+            assert answer.tokens == text_of((1, 2), 2)
+            assert answer.samples.numel() == 0
+            assert given[-1] == answer.tokens[:-1]
             await graph.assert_clean()
 
     run(main())
