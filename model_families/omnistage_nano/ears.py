@@ -2,14 +2,15 @@
 
 A list of words beside the checkpoint, and a table of which follow which, correct the spelling where they are
 there. What the language model gets
-are its own words of those letters, at the end of the rows that the sound takes up; the rows before them are
-zeros. It reads them as it reads text, so that none of its weights had to change.
+are its own words of those letters, at the end of the rows that the sound takes up, and again before them
+where there are many: hundreds of empty rows were answered with nothing. It reads them as it reads text, so
+that none of its weights had to change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from math import exp
+from math import exp, log
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from model_families.audio.encoder import load_audio_encoder
 from model_families.checkpoint import checkpoint_error
 from model_families.omni.config import read_thinker_config
 from model_families.omni.weights import thinker_audio_name
-from model_families.omnistage_nano.letters import NUM_LETTERS, read_letters
+from model_families.omnistage_nano.letters import FIRST_OF_WORDS, NUM_LETTERS, read_letters
 from model_families.omnistage_nano.lexicon import Lexicon, Speller
 from model_families.qwen2_5_omni.audio_encoder import AudioRows, Qwen25OmniAudioConfig, Qwen25OmniEars
 from model_families.qwen2_5_omni.audio_weights import MODULES
@@ -35,6 +36,11 @@ HEARD_WORDS = "heard_words.txt"  # in lower case, one a line, the commonest firs
 # negative logarithm of its chance, in tenths; single spaces between.
 HEARD_PAIRS = "heard_pairs.txt"
 MAX_TENTHS = 200
+# A letter must be as likely as this somewhere, or no word was said: in silence, noise and tones the likeliest
+# comes to 0.3 (0.5 where they last 0.4 s at most), in words to 0.9, seldom less (a lone "A.": 0.46).
+LEAST_CHANCE = 0.4
+MOST_EMPTY = 100  # rows before the words, 4 s
+NO_WORDS = "(The recording holds no words.)"  # what it reads then, and mostly repeats when asked
 WORDS = "thinker.model.embed_tokens.weight"
 _MODULES = {theirs: ours for theirs, ours in MODULES.items() if theirs != "proj"} | {"spell": "letters"}
 
@@ -63,12 +69,17 @@ class NanoEars(AudioRows):
         self._speller = speller
 
     def spelled(self, features: Sequence[Tensor]) -> list[str]:
+        """ "" where no word is heard."""
         x_NW, num_rows = self.rows(features)
-        logits = self.letters(self.norm(x_NW))
+        chances = self.letters(self.norm(x_NW)).float().log_softmax(-1).cpu()
+        return [self._spell(part_RL) for part_RL in chances.split(num_rows.tolist())]
+
+    def _spell(self, chances_RL: Tensor) -> str:
+        if chances_RL[:, FIRST_OF_WORDS:].max() < log(LEAST_CHANCE):
+            return ""
         if self._speller is None:
-            return [read_letters(part.tolist()) for part in logits.argmax(-1).cpu().split(num_rows.tolist())]
-        chances = logits.float().log_softmax(-1).cpu()
-        return [self._speller(part.numpy()) for part in chances.split(num_rows.tolist())]
+            return read_letters(chances_RL.argmax(-1).tolist())
+        return self._speller(chances_RL.numpy())
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
         halves = [(mel.shape[1] - 1) // 2 + 1 for mel in features]
@@ -77,12 +88,19 @@ class NanoEars(AudioRows):
 
     def _read(self, text: str, num_tokens: int) -> Tensor:
         """[num_tokens, words' width]."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids[:num_tokens]
+        said, num_empty = (text, MOST_EMPTY) if text else (NO_WORDS, 0)
+        ids, again = self._ids(said), self._ids(f" {said}")
+        ids += again * (max(0, num_tokens - num_empty - len(ids)) // len(again))
+        ids = ids[:num_tokens]
         table = self.words.weight
         read = table.new_zeros(num_tokens, table.shape[1])
         if ids:
             read[num_tokens - len(ids) :] = self.words(torch.tensor(ids, device=table.device))
         return read
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 def ears_name(name: str) -> str | None:

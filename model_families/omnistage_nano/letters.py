@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 LETTERS = " '.,?!-abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"  # from 1 on; 0 is none
 NUM_LETTERS = 1 + len(LETTERS)
+FIRST_OF_WORDS = 1 + LETTERS.index("a")  # before it are none, the space and marks
 
 
 def spell(text: str) -> list[int]:

@@ -1,15 +1,21 @@
-"""The default model answers what is said to it as it answers what is written."""
+"""The default model answers what is said to it as it answers what is written, and says where nothing was."""
 
 from __future__ import annotations
 
 import base64
+import io
+import wave
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from contracts.media import MediaSource
+from contracts.specs import AudioSpec, MediaLimits
 from model_families.default_model.shipped import HEARING
+from preprocess.sound import decode_audio
+from tests.conftest import nothing_left_behind
 from tests.served import Served
 from tests.tiny_models import reference_tokenizer
 
@@ -17,11 +23,19 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(not HEARING.exists(), reason="no trained ears are shipped (training/README.md)"),
 ]
+RATE = 16_000
 SAID = Path(__file__).parents[2] / "examples" / "question.ogg"
 QUESTION = "What is the capital of France?"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """The server here serves several tests."""
+    with nothing_left_behind():
+        yield
+
+
+@pytest.fixture(scope="module")
 def served(default_model: Path) -> Iterator[Served]:
     with Served(default_model, "thinker.kv_memory=512MiB") as served:
         yield served
@@ -35,3 +49,43 @@ def test_a_spoken_question_is_answered_as_a_written_one(served: Served, default_
     spoken, written = (tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in found)
     assert "Paris" in written
     assert spoken == written
+
+
+def test_a_question_in_a_long_quiet_recording_is_answered(served: Served, default_model: Path) -> None:
+    """What stands for the quiet is most of the prompt."""
+    question = decode_audio(SAID.read_bytes(), AudioSpec(tokens="qwen2_5_omni"), MediaLimits()).samples_S
+    quiet = _noise(18.0, -70)
+    assert "Paris" in _answer(served, default_model, np.concatenate([question, quiet]))
+
+
+NOTHING = {
+    "digital silence": lambda: np.zeros(3 * RATE, np.float32),
+    "long silence": lambda: np.zeros(20 * RATE, np.float32),
+    "noise, -60 dB": lambda: _noise(2.0, -60),
+    "noise, -20 dB": lambda: _noise(4.0, -20),
+    "a tone": lambda: 0.3 * np.sin(2 * np.pi * 440 * np.arange(3 * RATE) / RATE).astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("sound", NOTHING)
+def test_where_no_word_was_said_it_says_so(served: Served, default_model: Path, sound: str) -> None:
+    samples = NOTHING[sound]()
+    assert "holds no words" in _answer(served, default_model, samples)
+    assert "holds no words" in _answer(served, default_model, samples, "What did I say?")
+
+
+def _noise(seconds: float, db: float) -> np.ndarray:
+    draws = np.random.default_rng(5).standard_normal(int(seconds * RATE))
+    return (10 ** (db / 20) * draws).astype(np.float32)
+
+
+def _answer(served: Served, model: Path, samples: np.ndarray, *text: str) -> str:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as recording:
+        recording.setnchannels(1)
+        recording.setsampwidth(2)
+        recording.setframerate(RATE)
+        recording.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+    sound = MediaSource("audio", "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode())
+    (answer,) = served.ask_all([[("user", [sound, *text])]], max_tokens=16)
+    return reference_tokenizer(model).decode(answer.tokens, skip_special_tokens=True)
