@@ -19,6 +19,7 @@ from encoder_pool.batcher import BatchLimits
 from encoder_pool.cache import CacheConfig
 from encoder_pool.model import EncoderInput, EncoderModel
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
+from lm_engine.attention.choice import choose_mixed
 from lm_engine.config import EngineConfig
 from lm_engine.devices import enter_device
 from lm_engine.engine import LMEngine
@@ -30,7 +31,7 @@ from lm_engine.memory import (
     check_kv_dtype,
     measure_capacity,
 )
-from lm_engine.model import DecoderModel, PagedKV
+from lm_engine.model import AttentionBackend, DecoderConfig, DecoderModel, PagedKV
 from lm_engine.parallel import TensorParallel
 from lm_engine.ranks import FollowingRunner, LeadingRunner
 from lm_engine.runner import Runner
@@ -225,7 +226,7 @@ def _load(
     device = torch.device(plan.device)
     with _alone_on(plan), _loading(plan, tell):
         model = family.load_decoder(device, plan.dtype, config.kernels, parallel)
-    check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
+    _choose_attention(model.attention, model.config, config, plan)
     _wait_for(compiled, plan, tell)  # others may load meanwhile
     with _alone_on(plan):
         capacity = _kv_capacity(model, config, plan, context_length, tell)
@@ -250,8 +251,8 @@ def build_talker(
     enter_device(device)
     with _alone_on(plan), _loading(plan, tell):
         model = family.load_talker(device, plan.dtype, config.kernels)
-        check_kv_dtype(model.attention, config.kv_dtype, plan.stage)
         decoder = model.config.decoder
+        _choose_attention(model.attention, decoder, config, plan)
         capacity = capacity_of(
             decoder,
             plan.dtype,
@@ -288,6 +289,23 @@ def build_vocoder(family: Family, config: VocoderConfig, plan: StagePlan, tell: 
     graphs = f", {num_graphs} graphs" if num_graphs else ""
     detail = f"{_placement(plan)}{graphs}; {model.sample_rate} Hz, {model.samples_per_frame} samples a frame"
     return BuiltPool(pool, model.sample_rate, detail)
+
+
+def _choose_attention(
+    attention: AttentionBackend, decoder: DecoderConfig, config: LMConfig, plan: StagePlan
+) -> None:
+    """Raises EngineError where the stage's cannot do what its settings say."""
+    check_kv_dtype(attention, config.kv_dtype, plan.stage)
+    choose_mixed(
+        config.mixed_attention,
+        attention,
+        decoder,
+        dtype=plan.dtype,
+        device=torch.device(plan.device),
+        block_size=config.block_size,
+        kv_dtype=config.kv_dtype,
+        stage=plan.stage,
+    )
 
 
 def _placement(plan: StagePlan) -> str:

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ import torch
 import xxhash
 
 import lm_engine
+from lm_engine.attention.choice import choose_mixed
 from lm_engine.gpu_target import GpuTarget, assuming
 from lm_engine.parallel import OneRank
 from model_families.checkpoint import CONFIG_FILE
@@ -148,14 +150,25 @@ def launches_of(plan: Plan, name: str, config: LMConfig, target: GpuTarget) -> l
             "max_length": plan.contexts[name],
             "block_size": config.block_size,
         }
+        choose = partial(
+            choose_mixed,
+            config.mixed_attention,
+            dtype=dtype,
+            device=META,
+            block_size=config.block_size,
+            kv_dtype=config.kv_dtype,
+            stage=name,
+        )
         if stage_of(name) != family.pipeline.entry:
             talker = family.load_talker(META, dtype, config.kernels)
             assert talker.attention.name == "triton"
+            choose(talker.attention, talker.config.decoder)
             return talker_launches(talker, kv_dtype=config.kv_dtype, **bounds)
         parallel = OneRank(config.tensor_parallel) if config.tensor_parallel > 1 else None
         decoder = family.load_decoder(META, dtype, config.kernels, parallel)
         if decoder.attention.name != "triton":
             return []
+        choose(decoder.attention, decoder.config)
         return decoder_launches(decoder, kv_dtype=config.kv_dtype, **bounds)
 
 

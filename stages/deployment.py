@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from contracts.specs import MediaLimits
-from lm_engine.model import KVDtype
+from lm_engine.model import KVDtype, MixedAttention
 from stages.options import Connector as Connector
 from stages.options import DeploymentError as DeploymentError
 
@@ -70,7 +70,8 @@ class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step.
-    `kv_dtype` "fp8": half the bytes a token.
+    `kv_dtype` "fp8": half the bytes a token. `mixed_attention` "walks": the multiprocessors of a Hopper GPU
+    share steps with chunks equally, for 16-bit values and heads of 64 or 128.
 
     Step bounds that are None follow the device. On a GPU a step is no larger than the largest that is
     captured: it costs one launch, and takes some 20 ms of a model of 3B; larger ones are hardly more
@@ -81,6 +82,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tensor_parallel: int = 1
     kv_memory: int | str | None = None
     kv_dtype: KVDtype = "auto"
+    mixed_attention: MixedAttention = "tiles"
     block_size: int = 16
     max_sequences: int | None = None
     max_step_tokens: int | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from lm_engine.layers.kernels import HeadShape
 from lm_engine.model import AttentionMetadata
 from lm_engine.passes import SHORT_LENGTH, TOKEN_SIZES
 from lm_engine.triton.kernels import TritonKernels
-from lm_engine.triton.launch import recording
+from lm_engine.triton.launch import has_gluon, recording
 from lm_engine.triton.linear import Blocks
 from lm_engine.triton.packed import attend_packed
 from model_families.vision.attention import GroupedAttention, PackedAttention, select_attention
@@ -103,25 +102,33 @@ class Variants(Bench):
         def uncapped(heads: HeadShape) -> MixedTile:
             return replace(choose_part_tile(heads), max_registers=None)
 
-        plain = partial(TritonAttention, device, make_walks=lambda _: None)
         if self.is_tiny:
             return {
-                "whole": plain(mixed_programs=None),
-                f"{MIXED_PROGRAMS} parts": plain(mixed_programs=16),
+                "whole": TritonAttention(device, mixed_programs=None),
+                f"{MIXED_PROGRAMS} parts": TritonAttention(device, mixed_programs=16),
             }
         return {
-            "whole": plain(mixed_programs=None),
-            "whole, large tiles": plain(mixed_programs=None, choose_mixed=uncapped),
-            "whole, large tiles, 128 registers": plain(mixed_programs=None, choose_mixed=choose_part_tile),
-            "132 parts": plain(mixed_programs=132),
-            f"{MIXED_PROGRAMS} parts": plain(),
-            "528 parts": plain(mixed_programs=528),
-            "parts, all registers": plain(choose_part=uncapped),
-            "parts, half tiles": plain(choose_part=choose_mixed_tile),
-            f"about {MIXED_PROGRAMS} parts": plain(mixed_at_once=False),
-            "about 528 parts": plain(mixed_programs=528, mixed_at_once=False),
-            "walks": TritonAttention(device),
+            "whole": TritonAttention(device, mixed_programs=None),
+            "whole, large tiles": TritonAttention(device, mixed_programs=None, choose_mixed=uncapped),
+            "whole, large tiles, 128 registers": TritonAttention(
+                device, mixed_programs=None, choose_mixed=choose_part_tile
+            ),
+            "132 parts": TritonAttention(device, mixed_programs=132),
+            f"{MIXED_PROGRAMS} parts": TritonAttention(device),
+            "528 parts": TritonAttention(device, mixed_programs=528),
+            "parts, all registers": TritonAttention(device, choose_part=uncapped),
+            "parts, half tiles": TritonAttention(device, choose_part=choose_mixed_tile),
+            f"about {MIXED_PROGRAMS} parts": TritonAttention(device, mixed_at_once=False),
+            "about 528 parts": TritonAttention(device, mixed_programs=528, mixed_at_once=False),
+            **self.walks(),
         }
+
+    def walks(self) -> Mixed:
+        if not has_gluon(self.device):
+            return {}
+        attention = TritonAttention(self.device)
+        attention.walk()
+        return {"walks": attention}
 
     def padded(self, context: int, queries: list[int]) -> AttentionMetadata:
         """As a captured step has it: of the next larger size, with all rows of the request table."""

@@ -70,17 +70,13 @@ class MixedVariants(Bench):
         def walks(size: int, programs: int = 132, **tile: int) -> Way:
             from lm_engine.attention.walks import Walks, WalkTile
 
-            made = Walks(programs, WalkTile(**tile))
-            return Way(TritonAttention(device, make_walks=lambda _: made), size)
+            return Way(TritonAttention(device, walks=Walks(programs, WalkTile(**tile))), size)
 
-        plain = {
-            f"plain, pages of {size}": Way(TritonAttention(device, make_walks=lambda _: None), size)
-            for size in (16, 64)
-        }
+        tiles = {f"tiles, pages of {size}": Way(TritonAttention(device), size) for size in (16, 64)}
         if not has_gluon(device):
-            return plain
+            return tiles
         return {
-            **plain,
+            **tiles,
             "walks": walks(16),
             "walks, pages of 64": walks(64),
             "walks, 3 stages": walks(16, num_stages=3),

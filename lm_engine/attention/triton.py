@@ -31,7 +31,6 @@ from lm_engine.triton.jit.elementwise import rope_heads
 from lm_engine.triton.launch import (
     dot_precision,
     has_fp8,
-    has_gluon,
     interpreted,
     launch,
     launch_options,
@@ -63,18 +62,23 @@ class TritonAttention:
         choose_mixed: Callable[[HeadShape], MixedTile] = choose_mixed_tile,
         choose_part: Callable[[HeadShape], MixedTile] = choose_part_tile,
         choose_decode: Callable[[int, int, int], DecodeTile] | None = None,
-        make_walks: Callable[[torch.device], Walks | None] | None = None,
+        walks: Walks | None = None,
     ) -> None:
         """`mixed_programs`: so many share the keys of a mixed step, or about so many without `mixed_at_once`.
         None: one for each tile of queries. Tiles are chosen as measured, by `choose_mixed_tile` (whole),
-        `choose_part_tile` and `choose_tile` (decodes), unless told otherwise. All that is for mixed steps
-        that no `walks_on` takes, or whatever is made instead of it."""
+        `choose_part_tile` and `choose_tile` (decodes), unless told otherwise. `walks`: takes mixed steps."""
         self._choose_mixed, self._choose_part = choose_mixed, choose_part
         self._choose_decode = choose_decode or choose_tile
         self._parts = None if mixed_programs is None else MixedParts(mixed_programs, mixed_at_once)
-        self._walks = (make_walks or walks_on)(device)
+        self._walks = walks
         self.kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8") if has_fp8(device) else ("auto",)
         self._arrivals = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=device)
+
+    def walk(self) -> None:
+        """Mixed steps, from now on: for `choose_mixed`, which knows whether that is possible."""
+        from lm_engine.attention.walks import Walks
+
+        self._walks = Walks(num_multiprocessors(self._arrivals.device))
 
     def attend(
         self,
@@ -87,7 +91,7 @@ class TritonAttention:
     ) -> Tensor:
         num_heads, head_dim = q_TND.shape[1:]
         heads, q_TX = HeadShape(num_heads, kv.keys.shape[3], head_dim), q_TND.contiguous().flatten(1)
-        self._plan(q_TX, heads, kv, layer, metadata)
+        self._plan(q_TX, heads, layer, metadata)
         write_kv(k_TGD, v_TGD, kv, layer, metadata)
         return self._attend_mixed(q_TX, heads, kv, layer, metadata).view(q_TND.shape)
 
@@ -112,15 +116,13 @@ class TritonAttention:
         if metadata.max_query_length == 1:
             dtype = qkv_TX.dtype
             return self.attend_decodes(qkv_TX[None], dtype, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
-        self._plan(qkv_TX, heads, kv, layer, metadata)
+        self._plan(qkv_TX, heads, layer, metadata)
         _rope_heads(qkv_TX, heads, cos_TP, sin_TP, norm, kv, layer, metadata)
         return self._attend_mixed(qkv_TX, heads, kv, layer, metadata)
 
-    def _plan(
-        self, q_TX: Tensor, heads: HeadShape, kv: PagedKV, layer: int, metadata: AttentionMetadata
-    ) -> None:
+    def _plan(self, q_TX: Tensor, heads: HeadShape, layer: int, metadata: AttentionMetadata) -> None:
         """In front of what is in front of `_attend_mixed`."""
-        if self._walks is not None and self._walks.takes(q_TX, heads, kv):
+        if self._walks is not None:
             self._walks.plan(q_TX.shape[0], heads, layer, metadata)
 
     def _attend_mixed(
@@ -129,7 +131,7 @@ class TritonAttention:
         """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
         out_TX = q_TX.new_empty(q_TX.shape[0], heads.num_heads * heads.head_dim)
         part = self._choose_part(heads)
-        if self._walks is not None and self._walks.takes(q_TX, heads, kv):
+        if self._walks is not None:
             self._walks.attend(q_TX, out_TX, heads, kv, layer, metadata)
         elif self._parts is not None and self._parts.takes(q_TX.shape[0], heads, part, metadata):
             self._parts.attend(q_TX, out_TX, heads, part, kv, layer, metadata)
@@ -208,14 +210,6 @@ class TritonAttention:
             **launch_options(qkv_ERX.device),
         )
         return out_RX
-
-
-def walks_on(device: torch.device) -> Walks | None:
-    if not has_gluon(device):
-        return None
-    from lm_engine.attention.walks import Walks
-
-    return Walks(num_multiprocessors(device))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lm_engine.attention.mixed import LOG2_E
 from lm_engine.layers.kernels import HeadShape
-from lm_engine.model import AttentionMetadata, PagedKV
+from lm_engine.model import AttentionMetadata, DecoderConfig, KVDtype, PagedKV
 from lm_engine.triton.jit.hopper import attend_walks
 from lm_engine.triton.jit.walks import CHUNK_COST, ITEM_FIELDS, merge_walks, plan_walks
 from lm_engine.triton.launch import launch, launch_options, next_power
@@ -25,6 +25,21 @@ _ROWS = 128  # queries times heads of a tile
 _PANEL = 64  # dims that the copy engine swizzles together
 _LEAST_PAGE = 8  # rows that it swizzles together
 _PLANNED_TILES, _PLANNED_ROWS = 64, 64  # that a planning program looks at together
+
+
+def why_not(config: DecoderConfig, dtype: torch.dtype, block_size: int, kv_dtype: KVDtype) -> str | None:
+    """Why these cannot be walked. Panels of a head are whole, the sums of a tile fit into registers, pages
+    make up a block of keys."""
+    heads_per_group, keys = config.num_heads // config.num_kv_heads, WalkTile().keys
+    if dtype.itemsize != 2 or kv_dtype != "auto":
+        return f"they read 16-bit values, not {dtype} with kv_dtype = '{kv_dtype}'"
+    if config.head_dim not in (_PANEL, 2 * _PANEL):
+        return f"they have heads of 64 or 128, not {config.head_dim}"
+    if next_power(heads_per_group) > _ROWS // 2:
+        return f"they have at most {_ROWS // 2} query heads of a key head, not {heads_per_group}"
+    if block_size < _LEAST_PAGE or keys % block_size:
+        return f"they read block_size 8, 16, 32 or 64, not {block_size}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -56,13 +71,6 @@ class Walks:
         self._num_programs, self._tile = num_programs, tile or WalkTile()
         self._plan: Plan | None = None
 
-    def takes(self, q_TX: Tensor, heads: HeadShape, kv: PagedKV) -> bool:
-        """16-bit values; heads of whole panels, whose sums fit into registers; pages that make up a block."""
-        per_group = heads.num_heads // heads.num_kv_heads
-        fits = heads.head_dim in (_PANEL, 2 * _PANEL) and next_power(per_group) <= _ROWS // 2
-        pages = kv.block_size >= _LEAST_PAGE and self._tile.keys % kv.block_size == 0
-        return fits and pages and q_TX.itemsize == 2 and not kv.is_quantised
-
     def plan(self, num_tokens: int, heads: HeadShape, layer: int, metadata: AttentionMetadata) -> Plan:
         """A layer that is not behind the one before begins a pass, whose lengths may be new. `attend` reads
         plans before it waits: to be called in front of the launch that is in front of it."""
@@ -85,6 +93,9 @@ class Walks:
     ) -> None:
         """By the layer's plan."""
         plan = self._plan
+        assert q_TX.itemsize == 2
+        assert not kv.is_quantised
+        assert self._tile.keys % kv.block_size == 0
         assert plan is not None
         assert plan.metadata is metadata
         assert plan.layer == layer

@@ -19,11 +19,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-import lm_engine.attention.triton
 import lm_engine.triton.launch
 import lm_engine.triton.linear
 import vocoder.kernels
 from lm_engine.attention.triton import TritonAttention
+from lm_engine.attention.walks import Walks
 from lm_engine.decoder import Decoder
 from lm_engine.gpu_target import GpuTarget, assuming
 from lm_engine.graphs import BATCH_SIZES
@@ -97,7 +97,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, triton.compi
     triton.runtime.driver.set_active(Hopper())
     monkeypatch.setattr(JITFunction, "run", compile)
     monkeypatch.setattr(lm_engine.triton.launch, "uses_pdl", lambda device: True)
-    monkeypatch.setattr(lm_engine.attention.triton, "has_gluon", lambda device: True)
     monkeypatch.setattr(lm_engine.triton.linear, "shared_memory_bytes", lambda device: SHARED_BYTES)
     monkeypatch.setattr(vocoder.kernels, "takes", lambda x: True)
     with torch.inference_mode():
@@ -209,19 +208,25 @@ def test_attention(compiled, kv_dtype):
         qkv_TX = torch.empty(num_tokens, heads.width, device=META, dtype=DTYPE)
         cos_TP = torch.empty(num_tokens, 64, device=META)
         attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, norm, kv, 0, metadata)
-    mixed = ("mixed_attention", "attend_parts", "merge_parts", "plan_parts")
-    walks = ("plan_walks", "attend_walks", "merge_walks")
-    check(compiled, "decode_attention", "rope_heads", *(mixed if kv_dtype == "fp8" else walks))
+    names = ("decode_attention", "mixed_attention", "attend_parts", "merge_parts", "plan_parts", "rope_heads")
+    check(compiled, *names)
     for name, kernel in compiled.items():
         assert "cvt.bf16.f16" not in kernel.asm["ptx"], f"{name} widens one value after the other"
 
 
-def test_mixed_steps_of_all_sizes_share_a_kernel(compiled):
+@pytest.mark.parametrize("way", ["tiles", "walks"])
+def test_mixed_steps_of_all_sizes_share_a_kernel(compiled, way):
     """What a captured step has compiled serves plain ones, of any number of sequences and blocks."""
     heads = HeadShape(16, 2, 128)
     config = tiny_config(head_dim=128, num_kv_heads=2, num_layers=1)
     kv = allocate_kv(config, NUM_BLOCKS, BLOCK_SIZE, DTYPE, META)
     attention, cos_TP = TritonAttention(META), torch.empty(600, 64, device=META)
+    names_of = {
+        "tiles": ("attend_parts", "merge_parts", "plan_parts", "mixed_attention"),
+        "walks": ("plan_walks", "attend_walks", "merge_walks"),
+    }
+    if way == "walks":
+        attention.walk()
     qkv_TX = torch.empty(600, heads.width, device=META, dtype=DTYPE)
     for num_sequences, num_blocks in ((64, 512), (1, 38), (6, 7), (16, 5), (3, 17), (2, 20), (2, 1)):
         metadata = DecodeBuffers.allocate(
@@ -231,7 +236,7 @@ def test_mixed_steps_of_all_sizes_share_a_kernel(compiled):
         attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, None, kv, 0, metadata)
     names = [kernel.name for kernel in compiled.values()]
     assert len(names) == len(set(names))
-    check(compiled, "plan_walks", "attend_walks", "merge_walks", "rope_heads")
+    check(compiled, *names_of[way], "rope_heads")
 
 
 def test_packed_attention(compiled):
@@ -256,6 +261,22 @@ def test_draws_of_codes(compiled):
             draw_residual(logits_RV, codes, table, omni_talker.RESIDUAL, seed=7)
     check(compiled, "draw_codes")
     assert len(compiled) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_heads", "num_groups", "head_dim"), [(28, 4, 128), (16, 16, 64), (64, 1, 128)])
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_walks_with_other_heads_and_pages(compiled, num_heads, num_groups, head_dim, block_size):
+    heads = HeadShape(num_heads, num_groups, head_dim)
+    config = tiny_config(num_heads=num_heads, num_kv_heads=num_groups, head_dim=head_dim, num_layers=1)
+    kv = allocate_kv(config, NUM_BLOCKS, block_size, DTYPE, META)
+    metadata = DecodeBuffers.allocate(56, table_of(config, 64, 8192)).metadata
+    attention = TritonAttention(META, walks=Walks(132))
+    qkv_TX = torch.empty(112, heads.width, device=META, dtype=DTYPE)
+    cos_TP = torch.empty(112, head_dim // 2, device=META)
+    metadata = replace(metadata, max_query_length=2)
+    attention.rotate_and_attend(qkv_TX, heads, cos_TP, cos_TP, None, kv, 0, metadata)
+    check(compiled, "plan_walks", "attend_walks", "merge_walks")
 
 
 @pytest.mark.parametrize("moe", [None, MoeConfig(4, 2, 16, True, dense_layers=frozenset({0, 2}))])

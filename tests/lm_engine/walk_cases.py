@@ -19,7 +19,7 @@ from lm_engine.model import AttentionMetadata
 from lm_engine.triton.jit.walks import CHUNK_COST, NARROW_COST, SLACK, TILE_COST
 from lm_engine.triton.launch import next_power
 from tests.lm_engine.test_attention import Case
-from tests.lm_engine.triton_cases import DEVICE, LENGTHS, assert_near, on_device
+from tests.lm_engine.triton_cases import DEVICE, LENGTHS, assert_near, assert_near_sum, on_device
 
 KEYS = 64
 LN_2 = math.log(2)
@@ -156,5 +156,7 @@ def test_parts_add_up_to_dense_attention(mix, num_programs, heads, groups):
 def test_a_walk_equals_dense_attention(mix, tile, num_programs, heads, groups, head_dim, block_size):
     shape = {"heads": heads, "groups": groups, "head_dim": head_dim, "block_size": block_size}
     case = on_device(Case(LENGTHS[mix], **shape, dtype=torch.bfloat16))
-    found, _ = case.attend(TritonAttention(DEVICE, make_walks=lambda _: Walks(num_programs, tile)))
-    assert_near(found, case.dense(), torch.bfloat16)
+    found, _ = case.attend(TritonAttention(DEVICE, walks=Walks(num_programs, tile)))
+    expected = case.dense()
+    case.v_TGD, case.history = case.v_TGD.abs(), [[keys, values.abs()] for keys, values in case.history]
+    assert_near_sum(found, expected, case.dense(), torch.bfloat16)
