@@ -80,6 +80,10 @@ class TritonAttention:
 
         self._walks = Walks(num_multiprocessors(self._arrivals.device))
 
+    @property
+    def walks(self) -> bool:
+        return self._walks is not None
+
     def attend(
         self,
         q_TND: Tensor,

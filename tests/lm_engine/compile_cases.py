@@ -29,7 +29,7 @@ from lm_engine.gpu_target import GpuTarget, assuming
 from lm_engine.graphs import BATCH_SIZES
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.memory import allocate_kv
-from lm_engine.model import DecoderConfig, KVDtype, MoeConfig
+from lm_engine.model import DecoderConfig, KVDtype, MoeConfig, RopeConfig
 from lm_engine.passes import TOKEN_SIZES, PaddedPasses
 from lm_engine.request_table import RequestTable
 from lm_engine.talker.graphs import BATCH_SIZES as FRAME_SIZES
@@ -279,16 +279,25 @@ def test_walks_with_other_heads_and_pages(compiled, num_heads, num_groups, head_
     check(compiled, "plan_walks", "attend_walks", "merge_walks")
 
 
-@pytest.mark.parametrize("moe", [None, MoeConfig(4, 2, 16, True, dense_layers=frozenset({0, 2}))])
-def test_what_is_compiled_ahead_is_what_steps_launch(compiled, moe):
+@pytest.mark.parametrize(
+    ("moe", "walks"),
+    [(None, False), (MoeConfig(4, 2, 16, True, dense_layers=frozenset({0, 2})), False), (None, True)],
+)
+def test_what_is_compiled_ahead_is_what_steps_launch(compiled, moe, walks):
     """Though a decoder that stands for one on a GPU has one layer of each kind."""
-    config = tiny_config(num_layers=4, moe=moe)
+    head_dim = 64 if walks else 8
+    rope = RopeConfig(1e4, (1.0,) * (head_dim // 2))
+    config = tiny_config(num_layers=4, moe=moe, head_dim=head_dim, rope=rope)
     model = Decoder(config, Shapes(), TritonKernels(META))
+    if walks:
+        model.attention.walk()
     run_steps(model, (1, 2), TOKEN_SIZES, max_length=64)
     launched = set(compiled)
     compiled.clear()
     with assuming(GpuTarget((9, 0), SHARED_BYTES)):
         shortened = Decoder(config, Shapes(), TritonKernels(META))
+        if walks:
+            shortened.attention.walk()
         assert len(shortened.layers) == (1 if moe is None else 2)
         for launch in decoder_launches(
             shortened, max_sequences=2, max_length=64, block_size=BLOCK_SIZE, kv_dtype="auto"
