@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Protocol, get_args
 
 import jinja2
+import msgspec
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 
 from contracts.conversation import Conversation, MediaPart, Message, Role, TextPart, ToolCall
 from contracts.errors import BadRequest
 from contracts.media import Modality
-from model_families.checkpoint import checkpoint_error
+from model_families.checkpoint import CONFIG_FILE, checkpoint_error, read_config
 from model_families.token_bytes import TokenBytes
 from model_families.user_text import Json, UserText
 
@@ -64,6 +65,12 @@ _FOLDER_ERRORS = (
     TypeError,
     ValueError,
 )
+
+
+class _ModelType(msgspec.Struct, frozen=True):
+    model_type: str = ""
+
+
 _PROBE = "omnistageprobe"
 _NO_MEDIA: Mapping[Modality, str] = {}
 
@@ -77,10 +84,13 @@ class HFChatTokenizer:
 
     def __init__(self, folder: Path, placeholders: Mapping[Modality, str] = _NO_MEDIA) -> None:
         # Seconds, which a worker of the same family must not pay: it sees no text.
-        from transformers import AutoTokenizer
+        from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
+        # It would warn of a model type that it does not know.
+        named = read_config(folder, _ModelType).model_type if (folder / CONFIG_FILE).exists() else ""
+        config = PreTrainedConfig() if named and named not in CONFIG_MAPPING else None
         try:
-            self._hf = AutoTokenizer.from_pretrained(folder)
+            self._hf = AutoTokenizer.from_pretrained(folder, config=config)
         except _FOLDER_ERRORS as error:
             reason = " ".join(str(error).split())
             raise checkpoint_error(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, configuration_utils
 
 from contracts.digests import ContentDigest
 from contracts.errors import EngineError
@@ -121,6 +121,8 @@ def test_all_of_it_loads(parts):
     assert (family.speech.sample_rate, family.speech.frames_per_s) == (24_000, 12.5)
     assert family.speech.voices == ("heart",)
     assert family.media_specs.modalities == ("image", "audio", "video")
+    assert family.spoken_of("Hello 😀") == "Hello 😀"
+    assert family.spoken_of("😀") == ""
     family.check_weights()
     family.load_decoder(CPU, torch.float32, "reference")
     for stage in ("vision", "audio"):
@@ -129,6 +131,20 @@ def test_all_of_it_loads(parts):
     vocoder = family.load_vocoder(CPU, torch.float32)
     pcm = vocoder.decode_whole(torch.zeros(3, TINY.num_groups, dtype=torch.int64))
     assert pcm.shape == (3 * 1920 - vocoder.withheld,)
+
+
+def test_its_tokenizer_is_read_without_a_warning(parts, monkeypatch):
+    """transformers knows no such model."""
+    warnings = []
+    monkeypatch.setattr(
+        configuration_utils.logger, "warning", lambda message, *_, **__: warnings.append(message)
+    )
+    tokenizer = open_family(parts[1]).tokenizer
+    assert warnings == []
+    text = "What is in this picture? <|audio_start|>"
+    reference = AutoTokenizer.from_pretrained(parts[1])
+    assert tokenizer.encode(text, parse_special=True) == reference(text).input_ids
+    assert warnings, "the reference has been asked"
 
 
 def test_a_talker_that_learned_something_else_is_refused(parts, tmp_path):
