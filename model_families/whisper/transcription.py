@@ -40,6 +40,9 @@ ENGLISH = "en"
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # one after another, when the client leaves it at 0
 MAX_COMPRESSION_RATIO = 2.4  # text that repeats itself compresses better
 MIN_AVG_LOGPROB = -1.0
+# Nothing is said in a window where the model thinks so and is not sure of the text that it gives all the same
+# (Radford et al. ask for less than -1 here; "you", of silence, has -0.9, as has many a word said alone).
+MIN_NO_SPEECH, SURE_AVG_LOGPROB = 0.6, -0.5
 CERTAIN = 1e6  # a bias that no logit comes near
 
 
@@ -119,6 +122,7 @@ class WhisperRecognition:
         self._attempt = 0  # at the window, an index of the temperatures
         self._asks_no_speech = False
         self._no_speech_prob: float | None = None  # of the window; None: not known yet
+        self._waits_for_no_speech = False  # the window's text is there, and whether anything was said is not
         self._window: WindowTokens | None = None
         self._pieces: list[Piece] = []
         self._unaligned: list[
@@ -132,7 +136,7 @@ class WhisperRecognition:
             return self._alignment_ask()
         if self._seek >= self._num_heard:
             return None
-        if self._options.timestamps and self._no_speech_prob is None:
+        if self._waits_for_no_speech or (self._options.timestamps and self._no_speech_prob is None):
             return self._no_speech_ask()
         self._windows_left -= not self._attempt
         prompt = (*self._before, *self._start_tokens())
@@ -183,7 +187,10 @@ class WhisperRecognition:
         if self._asks_no_speech:
             self._asks_no_speech = False
             self._no_speech_prob = exp(delta.logprobs[0].chosen)
-            return []
+            if not self._waits_for_no_speech:
+                return []
+            self._waits_for_no_speech = False
+            return self._finish()
         assert self._window is not None
         for token_id, logprobs in zip(delta.token_ids, delta.logprobs, strict=True):
             if token_id == delta.stop_token_id:
@@ -194,25 +201,39 @@ class WhisperRecognition:
 
     def _finish(self) -> list[TranscriptEvent]:
         assert self._window is not None
-        assert self._language is not None
+        if not self._attempt and self._may_be_silent():
+            if self._no_speech_prob is None:
+                self._waits_for_no_speech = True
+                return []
+            if self._no_speech_prob > MIN_NO_SPEECH:
+                return self._leave_window(self._window.num_frames)
         if self._attempt + 1 < len(self._temperatures) and self._is_doubtful():
             self._attempt += 1
             return []
         piece, num_frames = self._window.finish()
-        events: list[TranscriptEvent] = []
-        if not self._told_language:
-            self._told_language = True
-            events.append(TranscriptLanguage(self._language))
         segments = [*map(self._segment, [*self._pieces, *([] if piece is None else [piece])])]
         if self._options.words and any(map(self._text_tokens, segments)):
             self._unaligned = segments
-        else:
-            events += _told(segments)
         assert num_frames > 0, "the rules let no segment end where its window starts"
-        self._seek += num_frames if self._windows_left > 0 else self._window.num_frames
+        events = self._leave_window(num_frames if self._windows_left > 0 else self._window.num_frames)
+        return events if self._unaligned else [*events, *_told(segments)]
+
+    def _leave_window(self, num_frames: int) -> list[TranscriptEvent]:
+        """On to the next; the language is told once."""
+        assert self._language is not None
+        self._seek += num_frames
         self._attempt = 0
         self._no_speech_prob = None
-        return events
+        if self._told_language:
+            return []
+        self._told_language = True
+        return [TranscriptLanguage(self._language)]
+
+    def _may_be_silent(self) -> bool:
+        """The model is not sure of the window's text, or there is no word in it."""
+        assert self._window is not None
+        text = self._text_of(tuple(self._window.token_ids))
+        return self._window.avg_logprob < SURE_AVG_LOGPROB or not any(map(str.isalnum, text))
 
     def _is_doubtful(self) -> bool:
         assert self._window is not None

@@ -4,11 +4,14 @@ model)."""
 from __future__ import annotations
 
 import asyncio
+import io
 import re
+import wave
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model_families.whisper.fetch import Unavailable, download
@@ -17,6 +20,7 @@ from stages.options import ServeOptions
 from tests.api.serving import client
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RATE = 16_000
 MODEL = ROOT / ".models" / "whisper-tiny-en"
 SHORT = (
     "pytest-audioeval==0.1.3",
@@ -79,6 +83,46 @@ def heard() -> dict[str, Any]:
         name: {**timed, "plain": plain["text"]}
         for name, timed, plain in zip(clips, answers[::2], answers[1::2], strict=True)
     }
+
+
+def test_where_nothing_is_said_there_is_no_text() -> None:
+    """Silence was "you", and noise sentences."""
+    if not (MODEL / "config.json").exists():
+        pytest.skip("Whisper is not there: run `make whisper`")
+    noise = np.random.default_rng(0).standard_normal(40 * RATE)
+    sounds = {
+        "silence": np.zeros(3 * RATE),
+        "long silence": np.zeros(40 * RATE),
+        "noise, -60 dB": noise[: 3 * RATE] * 1e-3,
+        "long noise": noise * 1e-2,
+        "a tone": 0.3 * np.sin(2 * np.pi * 440 * np.arange(3 * RATE) / RATE),
+    }
+
+    async def run() -> list[Any]:
+        async with serve_service(ServeOptions(model=MODEL)) as service, client(service) as http:
+            http.timeout = 300
+            answers = [
+                http.post(
+                    "/v1/audio/transcriptions",
+                    files={"file": ("a.wav", wav(sound))},
+                    data={"response_format": form},
+                )
+                for sound in sounds.values()
+                for form in ("json", "verbose_json")
+            ]
+            return [answer.json() for answer in await asyncio.gather(*answers)]
+
+    assert [answer["text"] for answer in asyncio.run(run())] == [""] * 2 * len(sounds)
+
+
+def wav(samples: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as recording:
+        recording.setnchannels(1)
+        recording.setsampwidth(2)
+        recording.setframerate(RATE)
+        recording.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+    return file.getvalue()
 
 
 def words(text: str) -> list[str]:
