@@ -150,7 +150,7 @@ def _job(api: Api, body: SpeechRequest) -> SpeechJob:
     pieces = pieces_of(api.service.spoken_of(body.input), PIECE_CHARS)
     spoken = tuple(piece for piece in pieces if api.service.spoken_of(piece))
     if not spoken:
-        raise invalid("input", f"holds nothing that {card.names[0]} can speak: neither words nor numbers")
+        raise invalid("input", f"holds no word or number that {card.names[0]} can speak")
     return SpeechJob(
         pieces=spoken,
         voice=check_voice(body.voice, card),

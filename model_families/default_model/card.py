@@ -40,15 +40,17 @@ HEARS = """\
   upper half and two more layers trained to spell, on synthetic speech alone, of six voices (of hibari-tts,
   Apache-2.0, Flite and Piper's "joe"); a list of words (of hibari-tts's dictionary), and of which follow
   which (of the language model), correct the spelling, and the language model reads the words as it reads
-  text. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
+  text (of silence, noise or a tone: that there are none). It hears no tone of voice and nothing but speech,
+  and stumbles over names and rare words.
 """
 DUMB = "- **It does not speak.**\n"
 SPEAKS = """\
 - **Speaks** English in one voice, "heart": a talker with a code predictor and a causal decoder of
   Qwen3-Omni's kind (16M parameters), trained from nothing on the speech of hibari-tts (Apache-2.0),
-  whose dictionary of sounds comes with it. Numbers, dates and money are said in words. In a sentence a
-  listener (Whisper tiny.en) mishears one word in ten, in a row of words without grammar every other one:
-  single consonants are not always clear, and rare words can only be guessed by what is around them.
+  whose dictionary of sounds comes with it. Numbers, dates, measures and money are said in words. In a
+  sentence a listener (Whisper tiny.en) mishears one word in ten, in a row of words without grammar every
+  other one: single consonants are not always clear, and rare words can only be guessed by what is around
+  them.
 """
 TITLES = {"seeing": "Seeing", "hearing": "Hearing", "speaking": "Speaking"}
 
