@@ -216,7 +216,7 @@ class PreprocessPool:
         while not self._closing:
             entry = await self._next(worker)
             if entry is None:
-                self.counters.worker_deaths_total += not self._closing
+                self._count_death()
                 return
             if not await self._serve(worker, entry):
                 return
@@ -326,9 +326,14 @@ class PreprocessPool:
         limit_s = self.config.limits.job_timeout_s
         self._fail(entry, MediaError(f"decoding the item took longer than {limit_s:g} s", stage="preprocess"))
 
+    def _count_death(self) -> None:
+        if not self._closing:
+            self.counters.worker_deaths_total += 1
+            logger.warning("a preprocessing worker died; another takes its place")
+
     def _retry(self, entry: _Entry) -> None:
         """The entry's worker died (or spoke nonsense). Its death may not have been the item's fault."""
-        self.counters.worker_deaths_total += not self._closing
+        self._count_death()
         if entry.future.done():
             return
         if self._closing:

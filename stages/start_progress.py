@@ -20,9 +20,11 @@ class StartProgress:
     def __init__(self) -> None:
         self._steps: dict[str, tuple[str, float]] = {}  # who → doing what, since when (monotonic)
         self._timer: asyncio.TimerHandle | None = None
+        self._has_begun = False
 
     def begin(self, who: str, doing: str) -> None:
         """Ends what it did before."""
+        self._has_begun = True
         self._steps[who] = (doing, time.monotonic())
 
     def end(self, who: str) -> None:
@@ -42,7 +44,8 @@ class StartProgress:
         return {who: f"{doing}, {now - since:.0f} s so far" for who, (doing, since) in self._steps.items()}
 
     def text(self) -> str:
-        return "; ".join(f"{who}: {doing}" for who, doing in self.by_who().items()) or "nearly there"
+        steps = "; ".join(f"{who}: {doing}" for who, doing in self.by_who().items())
+        return steps or ("nearly there" if self._has_begun else "beginning")
 
     @contextmanager
     def logged(self) -> Iterator[None]:

@@ -28,11 +28,15 @@ SEES = """\
   a conversation, and for no others. So what it says where there is no picture is what SmolLM2 says, token
   for token.
   Measured (below) on pictures that the same program drew, in the words that it learned; asked in others it
-  may answer wrongly. Wrong most often are: things of one colour counted among others, all that there is on
-  a picture of several things, words of six letters and more. It is not made for photographs, which it takes
-  for an emoji: of those, and of videos, do not believe it. Of more than five things it says that they are
-  five. Text of several words or with signs in it is read wrongly. It can still talk of other things after a
-  picture, but mostly in other words than without one.
+  may answer wrongly: "Is the circle above the star?" and "What is to the left of the star?" are understood,
+  "What is above the star?" is not, nor a choice ("a circle or a square?"), nor "How many are there?" without
+  a noun. Wrong most often besides are: things of one colour counted among others, all that there is on
+  a picture of several things, words of six letters and more, and print of less than 32 pixels in height. It
+  is not made for photographs, of which it says that it does not know or names an emoji: of those, and of
+  videos, do not believe it; nor of pictures smaller than a hundred pixels or many times as long as wide. Of
+  more than five things it says that they are five or fewer. Text of several words or with signs in it is
+  read wrongly. It can still talk of other things after a picture, but mostly in other words than without
+  one.
 """
 DEAF = "- **It cannot hear**: it takes no sound.\n"
 HEARS = """\

@@ -118,7 +118,9 @@ def test_an_item_that_kills_its_worker_is_tried_twice_then_refused(order: bytes)
     run(scenario)
 
 
-def test_a_worker_killed_during_a_job_costs_the_client_nothing(tmp_path: Path) -> None:
+def test_a_worker_killed_during_a_job_costs_the_client_nothing_and_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         async with running() as pool:
             marker = os.fsencode(tmp_path / "died")
@@ -126,6 +128,7 @@ def test_a_worker_killed_during_a_job_costs_the_client_nothing(tmp_path: Path) -
             assert done.items[0].features is not None
             done.lease.release()
             assert pool.counters.worker_deaths_total == 1
+            assert "worker died" in caplog.text
             assert pool.arena.allocated_bytes == 0
 
     run(scenario)

@@ -70,6 +70,7 @@ def test_what_starts_again_leaves_graphs_for_later(
 def test_a_stage_that_comes_again_says_what_it_is_at() -> None:
     async def run() -> None:
         progress = StartProgress()
+        assert progress.text() == "beginning"
         board = StageBoard(("thinker",), lambda stage, message: None, progress)
         board.put("thinker", "ready", "8 blocks")
         board.put("thinker", "restarting")
