@@ -156,7 +156,7 @@ class Walks:
         queries = _ROWS // next_power(heads.num_heads // num_groups)
         num_tiles = num_tokens // queries + num_sequences
         num_items = (num_tokens // queries + min(num_sequences, num_tokens)) * num_groups + num_programs
-        items_IF = torch.empty(num_items, ITEM_FIELDS.value, dtype=torch.int32, device=device)
+        items_IF = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=device)
         ranges_W = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
         tokens_3GT = torch.empty(3, num_groups, num_tokens, dtype=torch.int32, device=device)
         launch(
@@ -178,7 +178,7 @@ class Walks:
             BLOCK_T=_PLANNED_TILES,
             BLOCK_R=_PLANNED_ROWS,
             NARROW=queries // 2,
-            LEAST=self._tile.least_blocks * CHUNK_COST.value,
+            LEAST=self._tile.least_blocks * CHUNK_COST,
             num_warps=8,
             **launch_options(device),
         )

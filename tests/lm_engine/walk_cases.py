@@ -67,7 +67,7 @@ def test_every_query_meets_each_key_once_and_shares_are_equal(num_programs, head
         for _, token, queries, _, group, first, end, num_parts, place, *_ in items:
             assert end > first
             ways = 2 if queries * block_h <= 64 else 1
-            cost = NARROW_COST.value if ways == 2 else CHUNK_COST.value
+            cost = NARROW_COST if ways == 2 else CHUNK_COST
             loads[-1] += -(-(end - first) // KEYS) * cost
             for query in range(queries):
                 at = (token + query, group)
@@ -90,9 +90,9 @@ def test_every_query_meets_each_key_once_and_shares_are_equal(num_programs, head
     for group in range(heads.num_kv_heads):
         assert numbers[group][num_used:] == [0] * 5
     num_tiles = sum(-(-count // (128 // block_h)) for count in counts) * heads.num_kv_heads
-    share = max((sum(loads) + num_tiles * TILE_COST.value) / num_programs + 1, least * CHUNK_COST.value)
-    slack = share / SLACK.value + CHUNK_COST.value
-    assert max(loads) <= share + 2 * slack + CHUNK_COST.value
+    share = max((sum(loads) + num_tiles * TILE_COST) / num_programs + 1, least * CHUNK_COST)
+    slack = share / SLACK + CHUNK_COST
+    assert max(loads) <= share + 2 * slack + CHUNK_COST
 
 
 def walk_plainly(

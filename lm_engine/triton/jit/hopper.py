@@ -22,8 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ITEM_FIELDS = gl.constexpr(16)
-
 
 @gluon.jit
 def _bring_block(
@@ -101,7 +99,7 @@ def _bring(
         gdc_wait()
     block = 0
     for item in range(first_item, end_item):
-        fields = items_ptr + item * ITEM_FIELDS
+        fields = items_ptr + item * 16
         row = gl.load(fields)
         token = gl.load(fields + 1)
         num_queries = gl.load(fields + 2)
@@ -308,7 +306,7 @@ def _compute(
 
     block = 0
     for item in range(first_item, end_item):
-        fields = items_ptr + item * ITEM_FIELDS
+        fields = items_ptr + item * 16
         token = gl.load(fields + 1)
         num_queries = gl.load(fields + 2)
         first_seen = gl.load(fields + 3)

@@ -9,12 +9,12 @@ import triton.language as tl
 
 from lm_engine.triton.jit.order import after_predecessors
 
-ITEM_FIELDS = tl.constexpr(16)  # of them ten are used
+# Written out in the kernels, here and in `hopper.py`: what they read from a module changes their names in
+# Triton's cache.
+ITEM_FIELDS = 16  # of them ten are used
 # Of a block of keys, of one that few queries meet, and of a tile beside its keys: as measured on an H200.
-CHUNK_COST = tl.constexpr(5)
-NARROW_COST = tl.constexpr(3)
-TILE_COST = tl.constexpr(15)
-SLACK = tl.constexpr(16)
+CHUNK_COST, NARROW_COST, TILE_COST = 5, 3, 15
+SLACK = 16
 
 
 @triton.jit
@@ -43,16 +43,16 @@ def _load_tiles(
     queries_T = tl.maximum(tl.minimum(count_T - offset_T, BLOCK_Q), 0)
     seen_T = tl.load(lengths_ptr + row_T) - count_T + offset_T
     blocks_T = tl.where(queries_T > 0, tl.cdiv(seen_T + queries_T, BLOCK_L), 0)
-    each_T = tl.where(queries_T <= NARROW, NARROW_COST, CHUNK_COST)
-    cost_T = tl.where(queries_T > 0, blocks_T * each_T + TILE_COST, 0)
+    each_T = tl.where(queries_T <= NARROW, 3, 5)
+    cost_T = tl.where(queries_T > 0, blocks_T * each_T + 15, 0)
     return row_T, begin_T + offset_T, queries_T, seen_T, seen_T - offset_T, blocks_T, each_T, cost_T
 
 
 @triton.jit
 def _cut(start_T, blocks_T, each_T, share):
     """First program of a tile, and how many share it, each at least a block; a program may take on, or be
-    spared, a part of a tile that would be no more than a SLACKth of its share."""
-    slack = share // SLACK + CHUNK_COST
+    spared, a part of a tile that would be no more than a sixteenth of its share."""
+    slack = share // 16 + 5
     first_T = (start_T + slack) // share
     last_T = tl.maximum((start_T + blocks_T * each_T - 1 - slack) // share, first_T)
     return first_T, tl.where(blocks_T > 0, last_T - first_T + 1, 0)
@@ -134,7 +134,7 @@ def plan_walks(
                     end_T = tl.cdiv((program_T + cut + 1) * share - offset_T, each_T)
                     begin_T = tl.where(cut == 0, 0, tl.minimum(begin_T, blocks_T))
                     end_T = tl.where(cut == cuts_T - 1, blocks_T, tl.minimum(end_T, blocks_T))
-                    fields = items_ptr + (item_T + cut) * ITEM_FIELDS
+                    fields = items_ptr + (item_T + cut) * 16
                     tl.store(fields, row_T, mask=inside_T)
                     tl.store(fields + 1, token_T, mask=inside_T)
                     tl.store(fields + 2, queries_T, mask=inside_T)
