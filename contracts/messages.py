@@ -96,6 +96,15 @@ class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     features: bytes = b""
 
 
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Write down what a sound says, by an encoder that can. Always answered with Heard, until when `item`'s
+    features must stay. `features`: as in Encode."""
+
+    token: int
+    item: MediaItem
+    features: bytes = b""
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Forget the request entirely. Always answered with Aborted, also for an unknown id."""
 
@@ -126,7 +135,17 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToStage = (
-    Generate | Speak | Grant | Vocode | Encode | Abort | StopSample | ResetCache | CheckIntegrity | Shutdown
+    Generate
+    | Speak
+    | Grant
+    | Vocode
+    | Encode
+    | Listen
+    | Abort
+    | StopSample
+    | ResetCache
+    | CheckIntegrity
+    | Shutdown
 )
 
 
@@ -150,6 +169,15 @@ class FeaturesConsumed(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     item_index: int
+
+
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """`text`: "" where no word was said. `error`: instead of it."""
+
+    token: int
+    stage: str
+    text: str = ""
+    error: ErrorInfo | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -243,6 +271,7 @@ FromStage = (
     EmbeddingsNeeded
     | FeaturesNeeded
     | FeaturesConsumed
+    | Heard
     | Generated
     | Audio
     | Failed

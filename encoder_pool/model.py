@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,4 +32,13 @@ class EncoderModel(Protocol):
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
         """One [num_tokens, embedding_width] tensor per item, in order, on `device`. Does not keep the
         features."""
+        ...
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """A tower that can also write down what is said."""
+
+    def heard(self, items: list[EncoderInput]) -> list[str]:
+        """One text per sound, in order; "" where no word is heard. Does not keep the features."""
         ...

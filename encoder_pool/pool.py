@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -16,7 +18,7 @@ from contracts.media import MediaItem
 from contracts.messages import Encode, Failed, FeaturesConsumed, FeaturesNeeded
 from encoder_pool.batcher import BatchLimits, form_batch
 from encoder_pool.cache import CacheConfig, EmbeddingCache, EmbeddingKey, User
-from encoder_pool.model import EncoderInput, EncoderModel
+from encoder_pool.model import EncoderInput, EncoderModel, Listener
 from encoder_pool.outcomes import Embedded, EncodeOutcome
 
 
@@ -49,6 +51,7 @@ class Turn(Protocol):
 
 
 Grid = tuple[int, int, int]
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False)
@@ -165,6 +168,14 @@ class EncoderPool:
         self._ready.clear()
         return outcomes
 
+    def listen(self, item: MediaItem, features: Tensor) -> str | OmnistageError:
+        """What a sound says, beside all that waits; nothing is kept of it."""
+        model = self._model
+        assert isinstance(model, Listener), f"stage {self._stage} writes nothing down"
+        sound = EncoderInput(item.modality, features, item.grid_thw, item.num_tokens)
+        result = _or_error(lambda: model.heard([sound]))
+        return result[0] if isinstance(result, list) else result
+
     def reset_cache(self) -> None:
         self._cache.reset()
 
@@ -206,7 +217,7 @@ class EncoderPool:
         pending = [batch]
         while pending:
             part = pending.pop()
-            result = self._try(part)
+            result = _or_error(partial(self._forward, part))
             if isinstance(result, list):
                 for flight, embeddings in zip(part, result, strict=True):
                     self._finish(flight, embeddings)
@@ -215,17 +226,6 @@ class EncoderPool:
             else:
                 half = len(part) // 2
                 pending += [part[half:], part[:half]]
-
-    def _try(self, batch: list[_Flight]) -> list[Tensor] | OmnistageError:
-        # The error is returned without its traceback, whose frames would keep the failed forward's memory.
-        try:
-            return self._forward(batch)
-        except torch.AcceleratorError:
-            raise  # the device context is gone: the stage must restart
-        except OmnistageError as error:
-            return type(error)(error.message, param=error.param, code=error.code)
-        except (RuntimeError, ValueError) as error:
-            return EngineError(f"an item could not be encoded: {error}")
 
     def _forward(self, batch: list[_Flight]) -> list[Tensor]:
         inputs = [_encoder_input(flight) for flight in batch]
@@ -290,3 +290,15 @@ def _encoder_input(flight: _Flight) -> EncoderInput:
     item, features = flight.item, flight.features
     assert features is not None, "a flight without features must have been dissolved"
     return EncoderInput(item.modality, features, item.grid_thw, item.num_tokens)
+
+
+def _or_error(run: Callable[[], ResultT]) -> ResultT | OmnistageError:
+    # The error is returned without its traceback, whose frames would keep the failed forward's memory.
+    try:
+        return run()
+    except torch.AcceleratorError:
+        raise  # the device context is gone: the stage must restart
+    except OmnistageError as error:
+        return type(error)(error.message, param=error.param, code=error.code)
+    except (RuntimeError, ValueError) as error:
+        return EngineError(f"an item could not be encoded: {error}")

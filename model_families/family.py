@@ -43,6 +43,12 @@ class Family(Protocol):
         """None: not a model for transcriptions; else it does nothing else. Reads the tokenizer."""
         ...
 
+    @property
+    def writes_down(self) -> str | None:
+        """The language, as an ISO 639-1 code, of which its ears write down what they hear (an `encoder_pool`
+        `Listener`), without the language model; None: they do not."""
+        ...
+
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         """Expands each placeholder token to its item's tokens, in order.
 

@@ -72,7 +72,8 @@ class SpeechParts:
 @dataclass(frozen=True)
 class FamilyParts:
     """`model_types`: of config.json, beside the family's name. `architectures`: names there that stand for
-    the family when its type does not. `load_decoder`: where the family's decoder is not the common one."""
+    the family when its type does not. `load_decoder`: where the family's decoder is not the common one.
+    `writes_down`: see `Family`."""
 
     pipeline: Pipeline
     architectures: tuple[str, ...]
@@ -82,6 +83,7 @@ class FamilyParts:
     load_decoder: LoadDecoder | None = None
     logits_rule: Callable[[Path, torch.device], LogitsRule] | None = None
     transcriber: Callable[[Path, ChatTokenizer], Transcriber] | None = None
+    writes_down: str | None = None
     encoders: Mapping[str, LoadEncoder] = field(default_factory=dict)  # by stage
     speech: SpeechParts | None = None
     model_types: tuple[str, ...] = ()

@@ -110,6 +110,10 @@ class OpenFamily:
         make = self.parts.transcriber
         return None if make is None else make(self.folder, self.tokenizer)
 
+    @property
+    def writes_down(self) -> str | None:
+        return None if self.media_specs.audio is None else self.parts.writes_down
+
     def layout(self, token_ids: list[int], items: list[MediaItem]) -> Prompt:
         return self.processor.layout(token_ids, items)
 

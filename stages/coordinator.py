@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
@@ -20,6 +21,7 @@ from contracts.messages import (
     Generate,
     Generated,
     Grant,
+    Heard,
     IntegrityReport,
     StageFailed,
     StageReady,
@@ -62,6 +64,7 @@ class Coordinator:
         self._send = send
         self._requests: dict[str, InFlight] = {}
         self._attempts: dict[str, Attempt] = {}
+        self._listening: set[asyncio.Task[str]] = set()
         self.board = StageBoard(self._routes.running, send, progress)
         self._choice = ReplicaChoice(self._routes, self.board, routing or RoutingConfig())
         self._media = MediaLending(self._choice, self._tell, self._fail)
@@ -109,6 +112,46 @@ class Coordinator:
         self._text_may_have_ended(request)
         if request.complete:
             request.events.put(Generated(request_id=request_id, deltas=()))
+
+    async def listen(self, sound: MediaHandle) -> str:
+        """What a sound says, by an encoder that writes down what it hears; takes over `sound`. Raises the
+        encoder's error, and ServiceUnavailable without one."""
+        task = asyncio.get_running_loop().create_task(self._listen(sound))
+        self._listening.add(task)
+        task.add_done_callback(self._listened)
+        return await asyncio.shield(task)  # who leaves must not give back what the encoder may be reading
+
+    async def _listen(self, sound: MediaHandle) -> str:
+        try:
+            for _ in range(self._max_replays + 1):
+                item = await sound.materialize()
+                stage = self._routes.encoder_of(item)
+                heard = await self.board.listen(await self._one_ready(stage), item)
+                if heard is None:
+                    continue
+                if heard.error is not None:
+                    raise heard.error.to_exception()
+                return heard.text
+            message = f"stage {stage} died {self._max_replays + 1} times while it had this sound"
+            raise EngineError(message, stage=stage, code="stage_lost")
+        finally:
+            sound.release()
+
+    def _listened(self, task: asyncio.Task[str]) -> None:
+        self._listening.discard(task)
+        self.board.touch()
+        if not task.cancelled():
+            task.exception()  # told to who waits, if anybody does
+
+    async def _one_ready(self, stage: str) -> str:
+        while True:
+            states = {name: self.board.state(name) for name in self._routes.replicas(stage)}
+            if ready := [name for name, state in states.items() if state == "ready"]:
+                return ready[0]
+            if "restarting" not in states.values():
+                message = f"stage {stage} is {next(iter(states.values()))}"
+                raise ServiceUnavailable(message, stage=stage, retry_after_s=5.0)
+            await self.board.changed()
 
     def num_requests(self) -> int:
         return len(self._requests)
@@ -220,7 +263,7 @@ class Coordinator:
 
     async def drained(self) -> None:
         """Returns when no request is held any more."""
-        while self._requests:
+        while self._requests or self._listening:
             await self.board.changed()
 
     # --- from the stages --------------------------------------------------------------------------------
@@ -236,7 +279,7 @@ class Coordinator:
                     self.board.begun(stage, doing)
                 case StageStats():
                     self.board.told(message)
-                case CacheWasReset() | IntegrityReport():
+                case CacheWasReset() | IntegrityReport() | Heard():
                     self.board.answered(message)
                 case _:
                     self._dispatch_to_attempt(message)

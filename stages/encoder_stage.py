@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from contracts.chunks import Chunk
+from contracts.errors import OmnistageError
 from contracts.media import FeatureRef
-from contracts.messages import Encode, FromStage, ToStage
+from contracts.messages import Encode, FromStage, Heard, Listen, ToStage
 from encoder_pool.outcomes import Embedded
 from encoder_pool.pool import EncoderPool
 from stages.gpu_turns import GpuTurns
@@ -108,6 +110,7 @@ class EncoderStage:
         self._turns = dict(turns or {})
         self._turn = _Turn(self._turns)
         self._aborted: set[str] = set()  # during the step under way
+        self._listens: deque[tuple[Listen, Tensor]] = deque()
         self._pool: EncoderPool | None = None
 
     @property
@@ -122,6 +125,11 @@ class EncoderStage:
         return detail
 
     def handle(self, message: ToStage) -> list[FromStage]:
+        if isinstance(message, Listen):
+            features = self._features(message.item.features, message.features)
+            assert features is not None, "a sound without features"
+            self._listens.append((msgspec.structs.replace(message, features=b""), features))
+            return []
         assert isinstance(message, Encode), f"stage {self._name} got {type(message).__name__}"
         features = self._features(message.item.features, message.features)
         self.pool.add(msgspec.structs.replace(message, features=b""), features)
@@ -137,13 +145,15 @@ class EncoderStage:
         raise AssertionError(f"stage {self._name} takes no chunks")
 
     def has_work(self) -> bool:
-        return self.pool.has_work()
+        return bool(self._listens) or self.pool.has_work()
 
     def due_in_s(self) -> float | None:
         return self._turn.hold_left_s() if self.pool.is_held else None
 
     async def step(self) -> StepResultBatch:
         batch = StepResultBatch()
+        if self._listens:
+            batch.messages.append(self._listen(*self._listens.popleft()))
         self._aborted.clear()
         try:
             outcomes = self.pool.step()
@@ -162,6 +172,13 @@ class EncoderStage:
             else:
                 batch.messages.append(outcome)
         return batch
+
+    def _listen(self, message: Listen, features: Tensor) -> Heard:
+        result = self.pool.listen(message.item, features)
+        if isinstance(result, OmnistageError):
+            result.stage = self._name
+            return Heard(message.token, self._name, error=result.info())
+        return Heard(message.token, self._name, result)
 
     def _hand_over(self, outcome: Embedded) -> None:
         turn = self._turns.get(outcome.target)
@@ -186,7 +203,7 @@ class EncoderStage:
         return self.pool.check_integrity()
 
     def is_idle(self) -> bool:
-        return not self.pool.busy
+        return not self.pool.busy and not self._listens
 
     def stats(self) -> dict[str, float]:
         turns = self._turns.values()

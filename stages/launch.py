@@ -325,6 +325,6 @@ def _model_card(options: ServeOptions, plan: Plan) -> ModelCard:
         voices=() if speech is None else speech.voices,
         sample_rate=None if speech is None else speech.sample_rate,
         samples_per_frame=None if speech is None else speech.samples_per_frame,
-        transcribes=plan.family.transcriber is not None,
+        transcribes=plan.family.transcriber is not None or plan.family.writes_down is not None,
         sampling=read_sampling_defaults(plan.folder),
     )

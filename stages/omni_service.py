@@ -41,7 +41,7 @@ from stages.service import (
     WorkerInfo,
 )
 from stages.speech_orders import SpeechDesk
-from stages.transcription import transcribe
+from stages.transcription import check_written_down, transcribe, write_down
 
 EventT = TypeVar("EventT")
 
@@ -119,14 +119,22 @@ class OmniService:
     async def _transcribe(
         self, request_id: str, request: TranscriptionRequest
     ) -> AsyncGenerator[TranscriptionEvent, None]:
-        transcriber = self._family.transcriber
-        if transcriber is None:
+        transcriber, language = self._family.transcriber, self._family.writes_down
+        if transcriber is None and language is None:
             raise BadRequest(
                 f"{self.card.names[0]} does not transcribe", param="model", code="unsupported_model"
             )
         self._check_sources([request.source])
+        if transcriber is None:
+            assert language is not None
+            check_written_down(request.options, language)
         claims = await self._claim(request.source)
         assert len(claims) == 1, "a recording is one item"
+        if transcriber is None:
+            yield RecordingReady(request_id=request_id, duration_s=claims[0].item.duration_s)
+            for event in await write_down(self._family, self._coordinator, claims[0]):
+                yield event
+            return
         recording = Recording(claims[0])
         try:
             yield RecordingReady(request_id=request_id, duration_s=recording.item.duration_s)

@@ -32,7 +32,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     voices: tuple[str, ...] = ()  # the first is the default; empty: the model does not speak
     sample_rate: int | None = None  # of the speech, Hz
     samples_per_frame: int | None = None  # of the speech: what one audio token of usage stands for
-    transcribes: bool = False  # made for /v1/audio/transcriptions, and for nothing else
+    transcribes: bool = False  # for /v1/audio/transcriptions
     sampling: SamplingDefaults = SamplingDefaults()
 
 

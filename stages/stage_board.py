@@ -9,7 +9,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from contracts.errors import EngineError
-from contracts.messages import CacheWasReset, CheckIntegrity, IntegrityReport, ResetCache, StageStats, ToStage
+from contracts.media import MediaItem
+from contracts.messages import (
+    CacheWasReset,
+    CheckIntegrity,
+    Heard,
+    IntegrityReport,
+    Listen,
+    ResetCache,
+    StageStats,
+    ToStage,
+)
 from contracts.timings import Timing, edge_name
 from stages.start_progress import StartProgress
 
@@ -34,6 +44,7 @@ class StageBoard:
         self._changed = asyncio.Event()
         self._answers: dict[int, tuple[set[str], asyncio.Future[None]]] = {}
         self._reports: dict[int, list[IntegrityReport]] = {}
+        self._heard: dict[int, Heard] = {}
         self._next_token = 0
 
     # --- states -----------------------------------------------------------------------------------------
@@ -87,7 +98,7 @@ class StageBoard:
                     raise EngineError(self._details[stage], stage=stage)
             await self.changed()
 
-    # --- questions to all -------------------------------------------------------------------------------
+    # --- questions ---------------------------------------------------------------------------------------
 
     async def reset_cache(self) -> None:
         token, stages, answered = self._ask()
@@ -102,7 +113,18 @@ class StageBoard:
         await answered
         return tuple(self._reports.pop(token, ()))
 
-    def answered(self, message: CacheWasReset | IntegrityReport) -> None:
+    async def listen(self, stage: str, item: MediaItem) -> Heard | None:
+        """None: the stage went away before it answered."""
+        self._next_token += 1
+        token, answered = self._next_token, asyncio.get_running_loop().create_future()
+        self._answers[token] = ({stage}, answered)
+        self._send(stage, Listen(token, item))
+        await answered
+        return self._heard.pop(token, None)
+
+    def answered(self, message: CacheWasReset | IntegrityReport | Heard) -> None:
+        if isinstance(message, Heard) and message.token in self._answers:
+            self._heard[message.token] = message
         if isinstance(message, IntegrityReport):
             self._reports.setdefault(message.token, []).append(message)
         if message.token in self._answers:

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from contracts.messages import Encode, FromStage, StageFailed, StageReady, StageStats, ToStage
+from contracts.messages import Encode, FromStage, Listen, StageFailed, StageReady, StageStats, ToStage
 from stages.control import (
     ControlToWorker,
     FromWorker,
@@ -136,7 +136,11 @@ class Supervisor:
 
     def send(self, stage: str, message: ToStage) -> None:
         worker = self._worker_of[stage]
-        if worker.spec.host and isinstance(message, Encode) and (ref := message.item.features) is not None:
+        if (
+            worker.spec.host
+            and isinstance(message, Encode | Listen)
+            and (ref := message.item.features) is not None
+        ):
             message = msgspec.structs.replace(message, features=self._read(ref).tobytes())
         if worker.identity is None:
             worker.unsent.append((stage, message))

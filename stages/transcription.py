@@ -1,4 +1,5 @@
-"""Runs a recording through a model that transcribes, one request of the language model after another."""
+"""Runs a recording through a model that transcribes, one request of the language model after another; or has
+it written down by ears that can."""
 
 from __future__ import annotations
 
@@ -6,12 +7,20 @@ import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from contracts.errors import BadRequest
 from contracts.media import Prompt
 from contracts.messages import Generate, Generated
-from contracts.transcription import TranscriptEvent, TranscriptionOptions, TranscriptUsage
+from contracts.transcription import (
+    TranscriptEvent,
+    TranscriptionOptions,
+    TranscriptLanguage,
+    TranscriptText,
+    TranscriptUsage,
+)
 from model_families.family import Family
 from model_families.transcription import Ask, Transcriber
 from stages.coordinator import Coordinator
+from stages.media_claims import MediaClaim
 from stages.recording import Recording
 
 
@@ -39,6 +48,39 @@ async def transcribe(
     yield TranscriptUsage(
         audio_tokens=meter.audio_tokens, text_tokens=meter.text_tokens, output_tokens=meter.output_tokens
     )
+
+
+def check_written_down(options: TranscriptionOptions, language: str) -> None:
+    """Raises BadRequest for what ears that write down what they hear, in this language, cannot do. How they
+    are to draw (`temperature`, `seed`) says nothing to them."""
+    if options.timestamps or options.words:
+        raise BadRequest(
+            "this model gives no timestamps; ask for json or text",
+            param="response_format",
+            code="unsupported_value",
+        )
+    if options.task != "transcribe":
+        raise BadRequest(f"this model cannot {options.task}", param="model", code="unsupported_model")
+    if options.language not in (None, language):
+        raise BadRequest(
+            f"`language` must be {language}: this model hears no other",
+            param="language",
+            code="unsupported_language",
+        )
+    if options.prompt:
+        raise BadRequest("this model takes no `prompt`", param="prompt", code="unsupported_parameter")
+
+
+async def write_down(family: Family, coordinator: Coordinator, sound: MediaClaim) -> list[TranscriptEvent]:
+    """Takes over `sound`."""
+    assert family.writes_down is not None
+    num_audio_tokens = sound.item.num_tokens
+    text = await coordinator.listen(sound)
+    usage = TranscriptUsage(
+        audio_tokens=num_audio_tokens, text_tokens=0, output_tokens=len(family.tokenizer.encode(text))
+    )
+    said: list[TranscriptEvent] = [TranscriptText(text)] if text else []
+    return [TranscriptLanguage(family.writes_down), *said, usage]
 
 
 @dataclass

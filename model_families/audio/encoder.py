@@ -63,12 +63,15 @@ class AudioEncoder:
 
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
         """Raises ValueError when features and token count of an item contradict each other."""
-        for item in items:
-            self._check(item)
+        features = self._features(items)
         with torch.inference_mode():
-            features = [item.features.to(self.device, self.dtype) for item in items]
             tokens: Tensor = self._tower(features)
             return list(torch.split(tokens, [item.num_tokens for item in items]))
+
+    def _features(self, items: list[EncoderInput]) -> list[Tensor]:
+        for item in items:
+            self._check(item)
+        return [item.features.to(self.device, self.dtype) for item in items]
 
     def _check(self, item: EncoderInput) -> None:
         if item.modality != "audio":

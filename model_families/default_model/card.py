@@ -44,8 +44,8 @@ HEARS = """\
   upper half and two more layers trained to spell, on synthetic speech alone, of six voices (of hibari-tts,
   Apache-2.0, Flite and Piper's "joe"); a list of words (of hibari-tts's dictionary), and of which follow
   which (of the language model), correct the spelling, and the language model reads the words as it reads
-  text (of silence, noise or a tone: that there are none). It hears no tone of voice and nothing but speech,
-  and stumbles over names and rare words.
+  text (of silence, noise or a tone: that there are none). `/v1/audio/transcriptions` gives the words
+  themselves. It hears no tone of voice and nothing but speech, and stumbles over names and rare words.
 """
 DUMB = "- **It does not speak.**\n"
 SPEAKS = """\

@@ -18,10 +18,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from contracts.specs import MediaSpecs
-from encoder_pool.model import EncoderModel
+from contracts.specs import AudioSpec, MediaSpecs
+from encoder_pool.model import EncoderInput, EncoderModel
 from model_families.audio.audio_spec import qwen2_5_omni_spec, read_feature_config
-from model_families.audio.encoder import load_audio_encoder
+from model_families.audio.encoder import AudioEncoder, load_audio_encoder
 from model_families.checkpoint import checkpoint_error
 from model_families.omni.config import read_thinker_config
 from model_families.omni.weights import thinker_audio_name
@@ -103,6 +103,20 @@ class NanoEars(AudioRows):
         return ids
 
 
+class NanoEncoder(AudioEncoder):
+    """An `encoder_pool` Listener."""
+
+    def __init__(
+        self, ears: NanoEars, spec: AudioSpec, encoder_id: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(ears, spec, encoder_id, device, dtype)
+        self._ears = ears
+
+    def heard(self, items: list[EncoderInput]) -> list[str]:
+        with torch.inference_mode():
+            return self._ears.spelled(self._features(items))
+
+
 def ears_name(name: str) -> str | None:
     return "words.weight" if name == WORDS else thinker_audio_name(name, _MODULES)
 
@@ -162,4 +176,4 @@ def _load(
         ears = NanoEars(config, attention, tokenizer, words.vocab_size, Speller(lexicon) if lexicon else None)
     spec = specs.audio or qwen2_5_omni_spec(read_feature_config(folder))  # none: deaf, and never asked
     model = load_audio_encoder("omnistage_nano", folder, ears, config, spec, ears_name, device, dtype)
-    return ears, model
+    return ears, NanoEncoder(ears, spec, model.encoder_id, device, dtype)

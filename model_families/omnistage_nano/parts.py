@@ -58,6 +58,7 @@ PARTS = FamilyParts(
     open_processor=open_nano,
     read_decoder_config=read_decoder_config,
     text_name=text_name,
+    writes_down="en",
     encoders={"vision": load_encoder, "audio": load_ears},
     speech=SPEECH,
     placeholders=PLACEHOLDERS,

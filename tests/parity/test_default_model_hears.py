@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import wave
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from contracts.media import MediaSource
 from contracts.specs import AudioSpec, MediaLimits
 from model_families.default_model.shipped import HEARING
 from preprocess.sound import decode_audio
+from tests.api.serving import TIMEOUT_S, running
 from tests.conftest import nothing_left_behind
 from tests.served import Served
 from tests.tiny_models import reference_tokenizer
@@ -74,18 +77,64 @@ def test_where_no_word_was_said_it_says_so(served: Served, default_model: Path, 
     assert "holds no words" in _answer(served, default_model, samples, "What did I say?")
 
 
+def test_what_is_heard_is_written_down(served: Served) -> None:
+    """By the ears alone; the language model goes on with what it is at."""
+    sounds = {"question": SAID.read_bytes(), "silence": _wav(NOTHING["digital silence"]())}
+
+    async def run() -> dict[str, httpx.Response]:
+        async with running(served.service) as server, httpx.AsyncClient(timeout=TIMEOUT_S) as http:
+
+            async def post(path: str, sound: str, **form: str) -> httpx.Response:
+                files = {"file": (sound, sounds[sound])}
+                return await http.post(f"{server.url}/v1/audio/{path}", files=files, data=form)
+
+            asked = {
+                "json": post("transcriptions", "question", language="en", temperature="0.5"),
+                "text": post("transcriptions", "question", response_format="text"),
+                "stream": post("transcriptions", "question", stream="true"),
+                "silence": post("transcriptions", "silence"),
+                "times": post("transcriptions", "question", response_format="srt"),
+                "german": post("transcriptions", "question", language="de"),
+                "names": post("transcriptions", "question", prompt="Mitterrand"),
+                "translated": post("translations", "question"),
+                "junk": http.post(
+                    f"{server.url}/v1/audio/transcriptions", files={"file": ("a.wav", b"RIFFjunk")}
+                ),
+            }
+            return dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+
+    found = served.run(run())
+    said = found["json"].json()
+    assert said["text"].strip("?. ").lower() == QUESTION.strip("?").lower()
+    assert said["usage"]["type"] == "duration"
+    assert found["text"].text.strip() == said["text"]
+    assert f'"text":"{said["text"]}"' in found["stream"].text
+    assert '"audio_tokens":' in found["stream"].text
+    assert found["silence"].json()["text"] == ""
+    refused = {"times": "response_format", "german": "language", "names": "prompt", "translated": "model"}
+    for name, param in refused.items():
+        assert found[name].status_code == 400
+        assert found[name].json()["error"]["param"] == param
+    assert found["junk"].status_code == 400
+
+
 def _noise(seconds: float, db: float) -> np.ndarray:
     draws = np.random.default_rng(5).standard_normal(int(seconds * RATE))
     return (10 ** (db / 20) * draws).astype(np.float32)
 
 
 def _answer(served: Served, model: Path, samples: np.ndarray, *text: str) -> str:
+    data = base64.b64encode(_wav(samples)).decode()
+    sound = MediaSource("audio", f"data:audio/wav;base64,{data}")
+    (answer,) = served.ask_all([[("user", [sound, *text])]], max_tokens=16)
+    return reference_tokenizer(model).decode(answer.tokens, skip_special_tokens=True)
+
+
+def _wav(samples: np.ndarray) -> bytes:
     file = io.BytesIO()
     with wave.open(file, "wb") as recording:
         recording.setnchannels(1)
         recording.setsampwidth(2)
         recording.setframerate(RATE)
         recording.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
-    sound = MediaSource("audio", "data:audio/wav;base64," + base64.b64encode(file.getvalue()).decode())
-    (answer,) = served.ask_all([[("user", [sound, *text])]], max_tokens=16)
-    return reference_tokenizer(model).decode(answer.tokens, skip_special_tokens=True)
+    return file.getvalue()

@@ -21,7 +21,9 @@ from contracts.messages import (
     FeaturesNeeded,
     Generate,
     Generated,
+    Heard,
     IntegrityReport,
+    Listen,
     SampleDelta,
     StageFailed,
     StageReady,
@@ -312,3 +314,96 @@ def test_integrity_is_asked_of_every_ready_stage() -> None:
         assert {r.stage for r in await asking} == {"vision", "thinker"}
 
     run(main())
+
+
+# --- sounds that are written down ---------------------------------------------------------------------------
+def take_listen(graph: Graph) -> Listen:
+    ((stage, message),) = graph.take()
+    assert stage == "vision"
+    assert isinstance(message, Listen)
+    return message
+
+
+def test_a_sound_is_written_down_and_its_features_stay_until_then() -> None:
+    async def run() -> None:
+        graph, sound = Graph(), FakeMedia()
+        listening = asyncio.create_task(graph.coordinator.listen(sound))
+        await settle()
+        message = take_listen(graph)
+        assert message.item.features == REF
+        assert sound.held
+        graph.coordinator.dispatch([Heard(message.token, "vision", "good morning")])
+        assert await listening == "good morning"
+        assert not sound.held
+        await graph.coordinator.drained()
+
+    asyncio.run(run())
+
+
+def test_who_leaves_does_not_take_the_features_from_the_encoder() -> None:
+    async def run() -> None:
+        graph, sound = Graph(), FakeMedia()
+        listening = asyncio.create_task(graph.coordinator.listen(sound))
+        await settle()
+        message = take_listen(graph)
+        listening.cancel()
+        await settle()
+        assert listening.cancelled()
+        assert sound.held
+        graph.coordinator.dispatch([Heard(message.token, "vision", error=EngineError("no").info())])
+        await graph.coordinator.drained()
+        assert not sound.held
+
+    asyncio.run(run())
+
+
+def test_an_encoder_that_dies_is_asked_again_when_it_is_back() -> None:
+    async def run() -> None:
+        graph, sound = Graph(), FakeMedia()
+        listening = asyncio.create_task(graph.coordinator.listen(sound))
+        await settle()
+        first = take_listen(graph)
+        graph.coordinator.stage_lost("vision", restarts=True)
+        await settle()
+        assert not graph.sent
+        graph.coordinator.dispatch([StageReady("vision", "v")])
+        await settle()
+        second = take_listen(graph)
+        assert second.token != first.token
+        graph.coordinator.dispatch([Heard(first.token, "vision", "late"), Heard(second.token, "vision", "")])
+        assert await listening == ""
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_sound_that_kills_its_encoder_or_finds_none_is_an_error(restarts: bool) -> None:
+    async def run() -> None:
+        graph, sound = Graph(), FakeMedia()
+        listening = asyncio.create_task(graph.coordinator.listen(sound))
+        await settle()
+        while not listening.done():
+            graph.take()
+            graph.coordinator.stage_lost("vision", restarts=restarts)
+            graph.coordinator.dispatch([StageReady("vision", "v")] if restarts else [])
+            await settle()
+        with pytest.raises(EngineError if restarts else ServiceUnavailable) as caught:
+            await listening
+        assert caught.value.stage == "vision"
+        assert not sound.held
+
+    asyncio.run(run())
+
+
+def test_an_encoder_s_error_is_the_request_s() -> None:
+    async def run() -> None:
+        graph = Graph()
+        listening = asyncio.create_task(graph.coordinator.listen(FakeMedia()))
+        await settle()
+        message = take_listen(graph)
+        info = MediaDecodeError("too short", stage="audio").info()
+        graph.coordinator.dispatch([Heard(message.token, "vision", error=info)])
+        with pytest.raises(MediaDecodeError, match="too short"):
+            await listening
+
+    asyncio.run(run())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import msgspec
 import numpy as np
 import torch
 
-from contracts.messages import FeaturesConsumed
+from contracts.errors import EngineError
+from contracts.media import FeatureRef
+from contracts.messages import FeaturesConsumed, Heard, Listen
+from encoder_pool.model import EncoderInput
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from stages.encoder_stage import EncoderStage, Wait, launched
-from tests.encoder_pool.fakes import FakeEncoder, add, expected
+from tests.encoder_pool.fakes import FakeEncoder, add, encode_message, expected
 
 
 class Device:
@@ -79,3 +83,45 @@ def test_nothing_is_waited_for_where_nothing_was_embedded() -> None:
 
 def test_what_a_processor_computes_is_done_at_once() -> None:
     assert launched(torch.device("cpu")) is None
+
+
+class FakeListener(FakeEncoder):
+    def heard(self, items: list[EncoderInput]) -> list[str]:
+        values = [int(item.features.flatten()[0]) for item in items]
+        if self.poison & set(values):
+            raise self.error("too loud")
+        return [f"said {value}" for value in values]
+
+
+def test_sounds_are_written_down_one_a_step_beside_what_is_encoded() -> None:
+    """An error is an answer too: of the one sound alone."""
+    model = FakeListener()
+    model.poison = {2}
+
+    arena = {value: np.full((4, 4, 3), value, np.uint8) for value in (1, 2, 3)}
+
+    def read(ref: FeatureRef) -> np.ndarray:
+        return arena[ref.offset]
+
+    stage = EncoderStage(
+        "audio", lambda: (EncoderPool(model, EncoderPoolConfig(), "audio"), ""), read, lambda device: None
+    )
+    stage.start()
+    assert stage.is_idle()
+    for token, value in enumerate([1, 2, 3], 7):
+        ref = FeatureRef(arena="a", offset=value, nbytes=48, dtype="uint8", shape=(4, 4, 3))
+        item = msgspec.structs.replace(encode_message("a", 0).item, features=ref)
+        assert stage.handle(Listen(token, item)) == []
+    assert isinstance(stage.handle(msgspec.structs.replace(encode_message("r", 4), item=item)), list)
+    assert not stage.is_idle()
+    told = []
+    while stage.has_work():
+        batch = asyncio.run(stage.step())
+        told += [message for message in batch.messages if isinstance(message, Heard)]
+        for _, chunk in batch.chunks:
+            stage.sent(chunk)
+    error = EngineError("an item could not be encoded: too loud", stage="audio").info()
+    assert told == [Heard(7, "audio", "said 1"), Heard(8, "audio", error=error), Heard(9, "audio", "said 3")]
+    assert model.calls == [[3]]
+    assert stage.is_idle()
+    assert stage.check_integrity() is None
