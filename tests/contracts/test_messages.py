@@ -38,6 +38,7 @@ TO_STAGE = [
     messages.Grant("r", 40, final=True),
     messages.Vocode(request_id="r", voice="ada", seed=3, skip_samples=480),
     messages.Encode(request_id="r", item_index=0, item=ITEM, target="thinker"),
+    messages.Listen(4, ITEM),
     messages.Abort("r"),
     messages.StopSample("r", 1),
     messages.ResetCache(3),
@@ -48,6 +49,8 @@ FROM_STAGE = [
     messages.EmbeddingsNeeded("r", (0, 2)),
     messages.FeaturesNeeded("r", 0),
     messages.FeaturesConsumed("r", 0),
+    messages.Heard(4, "audio", "good morning"),
+    messages.Heard(5, "audio", error=BadRequest("no").info()),
     messages.Generated(
         request_id="r",
         deltas=(
