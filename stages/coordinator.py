@@ -147,7 +147,7 @@ class Coordinator:
         while True:
             states = {name: self.board.state(name) for name in self._routes.replicas(stage)}
             if ready := [name for name, state in states.items() if state == "ready"]:
-                return ready[0]
+                return min(ready, key=self.board.num_asked)
             if "restarting" not in states.values():
                 message = f"stage {stage} is {next(iter(states.values()))}"
                 raise ServiceUnavailable(message, stage=stage, retry_after_s=5.0)

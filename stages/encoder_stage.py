@@ -23,6 +23,7 @@ from stages.gpu_turns import GpuTurns
 from stages.lm_stage import EMBEDDINGS
 from stages.shell import StepResultBatch
 
+HEARD_TOGETHER = 8  # sounds that are written down in one step, beside a batch
 FeatureReader = Callable[[FeatureRef], np.ndarray]
 Wait = Callable[[], None]
 
@@ -110,7 +111,7 @@ class EncoderStage:
         self._turns = dict(turns or {})
         self._turn = _Turn(self._turns)
         self._aborted: set[str] = set()  # during the step under way
-        self._listens: deque[tuple[Listen, Tensor]] = deque()
+        self._listens: deque[tuple[Listen, Tensor]] = deque()  # no more than there are open requests
         self._pool: EncoderPool | None = None
 
     @property
@@ -153,7 +154,7 @@ class EncoderStage:
     async def step(self) -> StepResultBatch:
         batch = StepResultBatch()
         if self._listens:
-            batch.messages.append(self._listen(*self._listens.popleft()))
+            batch.messages += self._listen()
         self._aborted.clear()
         try:
             outcomes = self.pool.step()
@@ -173,12 +174,17 @@ class EncoderStage:
                 batch.messages.append(outcome)
         return batch
 
-    def _listen(self, message: Listen, features: Tensor) -> Heard:
-        result = self.pool.listen(message.item, features)
-        if isinstance(result, OmnistageError):
-            result.stage = self._name
-            return Heard(message.token, self._name, error=result.info())
-        return Heard(message.token, self._name, result)
+    def _listen(self) -> list[Heard]:
+        together = [self._listens.popleft() for _ in range(min(len(self._listens), HEARD_TOGETHER))]
+        results = self.pool.listen([(message.item, features) for message, features in together])
+        answers = []
+        for (message, _), result in zip(together, results, strict=True):
+            if isinstance(result, OmnistageError):
+                result.stage = self._name
+                answers.append(Heard(message.token, self._name, error=result.info()))
+            else:
+                answers.append(Heard(message.token, self._name, result))
+        return answers
 
     def _hand_over(self, outcome: Embedded) -> None:
         turn = self._turns.get(outcome.target)

@@ -113,6 +113,10 @@ class StageBoard:
         await answered
         return tuple(self._reports.pop(token, ()))
 
+    def num_asked(self, stage: str) -> int:
+        """Questions that it has not answered yet."""
+        return sum(stage in waiting for waiting, _ in self._answers.values())
+
     async def listen(self, stage: str, item: MediaItem) -> Heard | None:
         """None: the stage went away before it answered."""
         self._next_token += 1

@@ -4,9 +4,7 @@ model)."""
 from __future__ import annotations
 
 import asyncio
-import io
 import re
-import wave
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from model_families.whisper.fetch import Unavailable, download
 from stages.launch import serve_service
 from stages.options import ServeOptions
 from tests.api.serving import client
+from tests.wav_files import wav_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RATE = 16_000
@@ -104,7 +103,7 @@ def test_where_nothing_is_said_there_is_no_text() -> None:
             answers = [
                 http.post(
                     "/v1/audio/transcriptions",
-                    files={"file": ("a.wav", wav(sound))},
+                    files={"file": ("a.wav", wav_of(sound, RATE))},
                     data={"response_format": form},
                 )
                 for sound in sounds.values()
@@ -113,16 +112,6 @@ def test_where_nothing_is_said_there_is_no_text() -> None:
             return [answer.json() for answer in await asyncio.gather(*answers)]
 
     assert [answer["text"] for answer in asyncio.run(run())] == [""] * 2 * len(sounds)
-
-
-def wav(samples: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as recording:
-        recording.setnchannels(1)
-        recording.setsampwidth(2)
-        recording.setframerate(RATE)
-        recording.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
-    return file.getvalue()
 
 
 def words(text: str) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from tests.api.serving import TIMEOUT_S, running
 from tests.conftest import nothing_left_behind
 from tests.served import Served
 from tests.tiny_models import reference_tokenizer
+from tests.wav_files import wav_of
 
 pytestmark = [
     pytest.mark.model,
@@ -79,7 +78,7 @@ def test_where_no_word_was_said_it_says_so(served: Served, default_model: Path, 
 
 def test_what_is_heard_is_written_down(served: Served) -> None:
     """By the ears alone; the language model goes on with what it is at."""
-    sounds = {"question": SAID.read_bytes(), "silence": _wav(NOTHING["digital silence"]())}
+    sounds = {"question": SAID.read_bytes(), "silence": wav_of(NOTHING["digital silence"](), RATE)}
 
     async def run() -> dict[str, httpx.Response]:
         async with running(served.service) as server, httpx.AsyncClient(timeout=TIMEOUT_S) as http:
@@ -124,17 +123,7 @@ def _noise(seconds: float, db: float) -> np.ndarray:
 
 
 def _answer(served: Served, model: Path, samples: np.ndarray, *text: str) -> str:
-    data = base64.b64encode(_wav(samples)).decode()
+    data = base64.b64encode(wav_of(samples, RATE)).decode()
     sound = MediaSource("audio", f"data:audio/wav;base64,{data}")
     (answer,) = served.ask_all([[("user", [sound, *text])]], max_tokens=16)
     return reference_tokenizer(model).decode(answer.tokens, skip_special_tokens=True)
-
-
-def _wav(samples: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as recording:
-        recording.setnchannels(1)
-        recording.setsampwidth(2)
-        recording.setframerate(RATE)
-        recording.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
-    return file.getvalue()

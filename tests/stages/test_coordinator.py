@@ -407,3 +407,22 @@ def test_an_encoder_s_error_is_the_request_s() -> None:
             await listening
 
     asyncio.run(run())
+
+
+def test_sounds_are_shared_out_among_replicas() -> None:
+    async def run() -> None:
+        sent: list[tuple[str, ToStage]] = []
+        ears = ("vision.0", "vision.1")
+        coordinator = Coordinator(
+            PIPELINE, lambda stage, message: sent.append((stage, message)), replicas={"vision": ears}
+        )
+        coordinator.dispatch([StageReady(name, "") for name in (*ears, "thinker")])
+        both = [asyncio.create_task(coordinator.listen(FakeMedia())) for _ in ears]
+        await settle()
+        assert sorted(stage for stage, _ in sent) == sorted(ears)
+        for stage, message in sent:
+            assert isinstance(message, Listen)
+            coordinator.dispatch([Heard(message.token, stage, stage)])
+        assert sorted(await asyncio.gather(*both)) == sorted(ears)
+
+    asyncio.run(run())

@@ -86,14 +86,19 @@ def test_what_a_processor_computes_is_done_at_once() -> None:
 
 
 class FakeListener(FakeEncoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard_together: list[list[int]] = []
+
     def heard(self, items: list[EncoderInput]) -> list[str]:
         values = [int(item.features.flatten()[0]) for item in items]
+        self.heard_together.append(values)
         if self.poison & set(values):
             raise self.error("too loud")
         return [f"said {value}" for value in values]
 
 
-def test_sounds_are_written_down_one_a_step_beside_what_is_encoded() -> None:
+def test_sounds_are_written_down_together_beside_what_is_encoded() -> None:
     """An error is an answer too: of the one sound alone."""
     model = FakeListener()
     model.poison = {2}
@@ -122,6 +127,7 @@ def test_sounds_are_written_down_one_a_step_beside_what_is_encoded() -> None:
             stage.sent(chunk)
     error = EngineError("an item could not be encoded: too loud", stage="audio").info()
     assert told == [Heard(7, "audio", "said 1"), Heard(8, "audio", error=error), Heard(9, "audio", "said 3")]
+    assert model.heard_together == [[1, 2, 3], [1], [2, 3], [2], [3]]
     assert model.calls == [[3]]
     assert stage.is_idle()
     assert stage.check_integrity() is None
