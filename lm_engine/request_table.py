@@ -355,7 +355,8 @@ def _plain_from(admission: Admission) -> int | None:
     filters = not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k or sampling.min_p > 0.0)
     if filters or sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None:
         return None
-    return admission.num_prompt_tokens + sampling.min_tokens
+    forbids = admission.stop_token_ids or sampling.stop_token_ids
+    return admission.num_prompt_tokens + (sampling.min_tokens if forbids else 0)
 
 
 def _last_position(admission: Admission) -> float:

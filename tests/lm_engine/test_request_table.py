@@ -1,5 +1,5 @@
 """A step's inputs are the same made by NumPy in the host's memory as by torch's operations, which devices
-use."""
+use; and from when on a row's draws need nothing of their own."""
 
 from __future__ import annotations
 
@@ -84,3 +84,32 @@ def test_the_host_way_is_taken_on_a_cpu(table, monkeypatch):
     monkeypatch.setattr(RequestTable, "gather_on_host", lambda self, step: taken.append(step))
     table.step_inputs([SequenceStep(3, 4, 1, (), True)])
     assert [step.starts_R.tolist() for step in taken] == [[4]]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stops", "plain_from"),
+    [
+        ({}, (7,), 4),
+        ({"temperature": 0.0}, (), 4),
+        ({"min_tokens": 5}, (7,), 9),
+        ({"min_tokens": 5, "stop_token_ids": (3,)}, (), 9),
+        ({"min_tokens": 5, "ignore_eos": True}, (), 4),  # there is no end to be forbidden
+        ({"min_tokens": 5, "top_k": 3}, (), None),
+        ({"logit_bias": ((1, 2.0),)}, (), None),
+    ],
+)
+def test_draws_are_plain_once_no_end_is_forbidden(table, sampling, stops, plain_from):
+    admission = Admission(
+        slot=0,
+        token_ids=[1, 2, 3, 4],
+        num_prompt_tokens=4,
+        positions_AL=np.zeros((table.positions.shape[0], 4)),
+        position_delta=0,
+        sampling=SamplingParams(**sampling),
+        seed=0,
+        block_ids=(),
+        stop_token_ids=stops,
+    )
+    table.turn_over((), [admission])
+    plain = [table.draws_plainly(0, index) for index in range(4, 12)]
+    assert plain == [plain_from is not None and index >= plain_from for index in range(4, 12)]
