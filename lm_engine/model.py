@@ -17,7 +17,7 @@ from torch import Tensor
 from lm_engine.config import SpokenHidden
 
 KVDtype = Literal["auto", "fp8"]
-MixedAttention = Literal["tiles", "walks"]  # how steps with chunks divide; `attention/choice.py`
+MixedAttention = Literal["auto", "tiles", "walks"]  # how steps with chunks divide; `attention/choice.py`
 """Of cached keys and values: the model's own dtype, or e4m3 with a power of two for each token and KV
 head."""
 

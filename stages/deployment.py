@@ -71,7 +71,8 @@ class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_memory` None = measured: what the memory limit leaves after weights and the largest step.
     `kv_dtype` "fp8": half the bytes a token. `mixed_attention` "walks": the multiprocessors of a Hopper GPU
-    share steps with chunks equally, for 16-bit values and heads of 64 or 128.
+    share steps with chunks equally, for 16-bit values and heads of 64 or 128; "auto": where they can, else
+    "tiles".
 
     Step bounds that are None follow the device. On a GPU a step is no larger than the largest that is
     captured: it costs one launch, and takes some 20 ms of a model of 3B; larger ones are hardly more
@@ -82,7 +83,7 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tensor_parallel: int = 1
     kv_memory: int | str | None = None
     kv_dtype: KVDtype = "auto"
-    mixed_attention: MixedAttention = "tiles"
+    mixed_attention: MixedAttention = "auto"
     block_size: int = 16
     max_sequences: int | None = None
     max_step_tokens: int | None = None

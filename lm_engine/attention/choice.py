@@ -20,11 +20,13 @@ def choose_mixed(
     stage: str,
 ) -> None:
     """In front of the first step. `config`: of the decoder that `attention` serves, with this rank's heads.
-    Raises EngineError where the stage cannot walk."""
+    "auto": walks where they are possible. Raises EngineError where a stage that must walk cannot."""
     if choice == "tiles":
         return
     reason = _refusal(attention, config, dtype, device, block_size, kv_dtype)
     if reason is not None:
+        if choice == "auto":
+            return
         raise EngineError(
             f"stage.{stage}.mixed_attention = 'walks': {reason}; set 'tiles'",
             code="unsupported_mixed_attention",

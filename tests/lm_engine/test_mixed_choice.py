@@ -30,6 +30,7 @@ def test_tiles_are_what_every_attention_has():
 
 
 def test_attention_without_walks_refuses():
+    choose_mixed("auto", SequenceAttention(), FITS, **STEP)
     refusal = r"stage\.thinker\.mixed_attention = 'walks': the reference attention has none; set 'tiles'"
     with pytest.raises(EngineError, match=refusal) as refused:
         choose_mixed("walks", SequenceAttention(), FITS, **STEP)
@@ -59,7 +60,10 @@ def test_walks_are_refused_with_a_reason_or_chosen(target, config, changes, reas
         if reason is None:
             choose_mixed("walks", attention, chosen, **STEP)
             assert attention.walks
+            choose_mixed("auto", unless_told := TritonAttention(META), chosen, **STEP)
+            assert unless_told.walks
         else:
+            choose_mixed("auto", attention, chosen, **{**STEP, **changes})
             with pytest.raises(EngineError, match=reason):
                 choose_mixed("walks", attention, chosen, **{**STEP, **changes})
             assert not attention.walks
