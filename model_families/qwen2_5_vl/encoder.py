@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
 from model_families.vision.encoder import VisionTower
 from model_families.vision.layers import NORM_EPS, Block, GatedMlp, Merger, PackedSelfAttention
+from model_families.vision.layouts import Layout, Layouts
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Segments, pack_grids, window_order
 from model_families.vision.rotary import axial_rotation
@@ -49,12 +51,22 @@ class Qwen25VLConfig(msgspec.Struct, frozen=True):
     vision_config: Qwen25VLVisionConfig = Qwen25VLVisionConfig()
 
 
+@dataclass(frozen=True)
+class WindowedLayout(Layout):
+    """Its rotation is in the order of windows. N patches, U merge blocks."""
+
+    windows: Segments
+    order_N: Tensor  # the patches, window by window
+    place_U: Tensor  # where each merge block went
+
+
 class Qwen25VLTower(VisionTower):
     def __init__(self, config: Qwen25VLVisionConfig, attention: PackedAttention) -> None:
         super().__init__()
         require_activation(config, "silu")
         self.config = config
         self.embedding_width = config.out_hidden_size
+        self._layouts = Layouts(self._lay_out)
         width = config.hidden_size
         self.patch_embed = nn.Linear(config.patch_width, width, bias=False)
         self.blocks = nn.ModuleList(
@@ -70,24 +82,31 @@ class Qwen25VLTower(VisionTower):
         self.merger = Merger(norm, width, config.spatial_merge_size, config.out_hidden_size, norm_block=False)
 
     def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        config, device = self.config, patches_NW.device
+        layout = self._layouts.of(grids, patches_NW.device)
+        x = self.patch_embed(patches_NW[layout.order_N])
+        for index, block in enumerate(self.blocks):
+            whole = index in self.config.fullatt_block_indexes
+            x = block(x, layout.rotation, layout.frames if whole else layout.windows)
+        windowed: Tensor = self.merger(x)
+        return windowed[layout.place_U]
+
+    def _lay_out(self, grids: Sequence[Grid], device: torch.device) -> WindowedLayout:
+        config = self.config
         merge_unit = config.spatial_merge_size**2
         grid = pack_grids(grids, config.spatial_merge_size)
         order_U, window_lengths = window_order(grid, config.window_units)
-        # Whole merge blocks move, so frames stay contiguous and their segments the same.
         order_N = torch.from_numpy((order_U[:, None] * merge_unit + np.arange(merge_unit)).reshape(-1)).to(
             device
         )
-        frames, windows = Segments(grid.frame_lengths_F, device), Segments(window_lengths, device)
         rotation = axial_rotation(grid, config.hidden_size // config.num_heads, config.rope_theta, device)
-        rotation = rotation.reorder(order_N)
-        x = self.patch_embed(patches_NW[order_N])
-        for index, block in enumerate(self.blocks):
-            x = block(x, rotation, frames if index in config.fullatt_block_indexes else windows)
-        windowed: Tensor = self.merger(x)
-        tokens = torch.empty_like(windowed)
-        tokens[torch.from_numpy(order_U).to(device)] = windowed
-        return tokens
+        return WindowedLayout(
+            # Whole merge blocks move, so frames stay contiguous and their segments the same.
+            frames=Segments(grid.frame_lengths_F, device),
+            rotation=rotation.reorder(order_N),
+            windows=Segments(window_lengths, device),
+            order_N=order_N,
+            place_U=torch.from_numpy(np.argsort(order_U)).to(device),
+        )
 
 
 def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:

@@ -18,6 +18,7 @@ from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
 from model_families.vision.encoder import VisionTower
 from model_families.vision.layers import NORM_EPS, Block, Merger, Mlp, PackedSelfAttention, quick_gelu
+from model_families.vision.layouts import Layout, Layouts
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Segments, pack_grids
 from model_families.vision.rotary import axial_rotation
@@ -45,6 +46,7 @@ class Qwen2VLTower(VisionTower):
         require_activation(config, "quick_gelu")
         self.config = config
         self.embedding_width = config.hidden_size
+        self._layouts = Layouts(self._lay_out)
         width = config.embed_dim
         self.patch_embed = nn.Linear(config.patch_width, width, bias=False)
         self.blocks = nn.ModuleList(
@@ -60,15 +62,19 @@ class Qwen2VLTower(VisionTower):
         self.merger = Merger(norm, width, config.spatial_merge_size, config.hidden_size, norm_block=False)
 
     def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        config, device = self.config, patches_NW.device
-        grid = pack_grids(grids, config.spatial_merge_size)
-        frames = Segments(grid.frame_lengths_F, device)
-        rotation = axial_rotation(grid, config.embed_dim // config.num_heads, config.rope_theta, device)
+        layout = self._layouts.of(grids, patches_NW.device)
         x = self.patch_embed(patches_NW)
         for block in self.blocks:
-            x = block(x, rotation, frames)
+            x = block(x, layout.rotation, layout.frames)
         tokens: Tensor = self.merger(x)
         return tokens
+
+    def _lay_out(self, grids: Sequence[Grid], device: torch.device) -> Layout:
+        config = self.config
+        grid = pack_grids(grids, config.spatial_merge_size)
+        head_dim = config.embed_dim // config.num_heads
+        rotation = axial_rotation(grid, head_dim, config.rope_theta, device)
+        return Layout(Segments(grid.frame_lengths_F, device), rotation)
 
 
 def load_encoder(folder: Path, specs: MediaSpecs, device: torch.device, dtype: torch.dtype) -> EncoderModel:

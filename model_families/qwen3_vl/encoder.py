@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
 from model_families.vision.encoder import VisionTower
 from model_families.vision.layers import NORM_EPS, Block, Merger, Mlp, PackedSelfAttention, gelu_tanh
+from model_families.vision.layouts import Layout, Layouts
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Ints, PatchGrid, Segments, pack_grids
 from model_families.vision.rotary import axial_rotation
@@ -46,6 +48,14 @@ class Qwen3VLConfig(msgspec.Struct, frozen=True):
     vision_config: Qwen3VLVisionConfig = Qwen3VLVisionConfig()
 
 
+@dataclass(frozen=True)
+class TappedLayout(Layout):
+    """How the learned square table is resampled: four of its rows for each of the N patches."""
+
+    index_N4: Tensor
+    weight_N41: Tensor  # float32
+
+
 class Qwen3VLTower(VisionTower):
     """Tokens are [embedding, deepstack level 0, level 1, ...] side by side, levels in layer order."""
 
@@ -57,6 +67,7 @@ class Qwen3VLTower(VisionTower):
         if self.side**2 != config.num_position_embeddings:
             raise checkpoint_error("config.json: num_position_embeddings must be a square number")
         self.embedding_width = config.out_hidden_size * (1 + len(config.deepstack_visual_indexes))
+        self._layouts = Layouts(self._lay_out)
         width = config.hidden_size
         self.patch_embed = nn.Linear(config.patch_width, width)
         self.position_table = nn.Embedding(config.num_position_embeddings, width)
@@ -75,28 +86,39 @@ class Qwen3VLTower(VisionTower):
         )
 
     def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        config, device = self.config, patches_NW.device
-        grid = pack_grids(grids, config.spatial_merge_size)
-        frames = Segments(grid.frame_lengths_F, device)
-        rotation = axial_rotation(grid, config.hidden_size // config.num_heads, config.rope_theta, device)
+        layout = self._layouts.of(grids, patches_NW.device)
+        taken = self.config.deepstack_visual_indexes
         x = self.patch_embed(patches_NW)
-        x = x + self._positions(grid, device).to(x.dtype)
+        x = x + self._positions(layout).to(x.dtype)
         levels: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            x = block(x, rotation, frames)
-            if index in config.deepstack_visual_indexes:
-                levels.append(self.deepstack[config.deepstack_visual_indexes.index(index)](x))
+            x = block(x, layout.rotation, layout.frames)
+            if index in taken:
+                levels.append(self.deepstack[taken.index(index)](x))
         return torch.cat([self.merger(x), *levels], dim=1)
 
-    def _positions(self, grid: PatchGrid, device: torch.device) -> Tensor:
+    def _positions(self, layout: TappedLayout) -> Tensor:
         """[N, width] float32: the learned square table, resampled (bilinear, corners aligned) per frame."""
+        weighted: Tensor = self.position_table(layout.index_N4) * layout.weight_N41
+        return weighted.sum(1)
+
+    def _lay_out(self, grids: Sequence[Grid], device: torch.device) -> TappedLayout:
+        config = self.config
+        grid = pack_grids(grids, config.spatial_merge_size)
+        index_N4, weight_N41 = self._taps(grid)
+        head_dim = config.hidden_size // config.num_heads
+        return TappedLayout(
+            frames=Segments(grid.frame_lengths_F, device),
+            rotation=axial_rotation(grid, head_dim, config.rope_theta, device),
+            index_N4=torch.from_numpy(index_N4).to(device),
+            weight_N41=torch.from_numpy(weight_N41).to(device),
+        )
+
+    def _taps(self, grid: PatchGrid) -> tuple[Ints, npt.NDArray[np.float32]]:
         row_N2, row_weight_N2 = _taps(grid.row_N, grid.height_N, self.side)
         column_N2, column_weight_N2 = _taps(grid.column_N, grid.width_N, self.side)
         index_N4 = (row_N2[:, :, None] * self.side + column_N2[:, None, :]).reshape(-1, 4)
-        weight_N4 = (row_weight_N2[:, :, None] * column_weight_N2[:, None, :]).reshape(-1, 4, 1)
-        corners_N4W = self.position_table(torch.from_numpy(index_N4).to(device))
-        weighted: Tensor = corners_N4W * torch.from_numpy(weight_N4).to(device)
-        return weighted.sum(1)
+        return index_N4, (row_weight_N2[:, :, None] * column_weight_N2[:, None, :]).reshape(-1, 4, 1)
 
     def _new_merger(self, *, norm_block: bool) -> Merger:
         config = self.config

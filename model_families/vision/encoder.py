@@ -48,9 +48,17 @@ class VisionEncoder:
         for item in items:
             self._check(item)
         with torch.inference_mode():
-            patches_NW = torch.cat([self._patchify[item.modality]([item.features]) for item in items])
-            tokens: Tensor = self._tower(patches_NW, [item.grid_thw for item in items])
+            tokens: Tensor = self._tower(self._patches(items), [item.grid_thw for item in items])
             return list(torch.split(tokens, [item.num_tokens for item in items]))
+
+    def _patches(self, items: list[EncoderInput]) -> Tensor:
+        """[N, patch width] of all items, in order."""
+        counts = [prod(item.grid_thw) for item in items]
+        width = self._patchify[items[0].modality].patch_width
+        patches_NW = torch.empty(sum(counts), width, dtype=self.dtype, device=self.device)
+        for rows_NW, item in zip(torch.split(patches_NW, counts), items, strict=True):
+            self._patchify[item.modality].write(rows_NW, item.features)
+        return patches_NW
 
     def _check(self, item: EncoderInput) -> None:
         frames, rows, columns = item.grid_thw

@@ -99,7 +99,7 @@ class Segments:
         self.lengths_S = lengths_S
         self.device = device
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         return int(self.lengths_S.max())
 

@@ -6,6 +6,7 @@ Shapes: N patches, H heads, D head size, P = D/2 rotated pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -32,9 +33,15 @@ class Rotation:
 
 
 def axial_rotation(grid: PatchGrid, head_dim: int, theta: float, device: torch.device) -> Rotation:
-    spatial = head_dim // 2
-    exponents = torch.arange(0, spatial, 2, dtype=torch.float32, device=device) / spatial
-    inv_freq = 1.0 / theta**exponents
+    inv_freq = _inverse_frequencies(head_dim, theta, device)
     place_N2 = torch.from_numpy(np.stack([grid.row_N, grid.column_N], axis=1)).to(device).float()
     angle_NP = (place_N2[:, :, None] * inv_freq).flatten(1)
     return Rotation(angle_NP.cos().unsqueeze(1), angle_NP.sin().unsqueeze(1))
+
+
+@cache  # a tower has one
+def _inverse_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    spatial = head_dim // 2
+    with torch.inference_mode(False):
+        exponents = torch.arange(0, spatial, 2, dtype=torch.float32, device=device) / spatial
+        return 1.0 / theta**exponents

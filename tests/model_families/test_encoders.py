@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from model_families.vision.attention import (
     VarlenAttention,
     select_attention,
 )
+from model_families.vision.layouts import Layouts
 from model_families.vision.packing import Segments, pack_grids, window_order
 from model_families.vision.patchify import Patchifier
 from stages.build import REHEARSED_TOKENS, rehearse
@@ -107,8 +109,10 @@ def reference_embeddings(folder: Path, inputs: list[EncoderInput]) -> list[torch
 def test_patches_equal_the_processors(folder):
     spec = spec_of(folder)
     inputs = items(spec)
-    ours = Patchifier(spec, CPU, torch.float32)([i.features for i in inputs])
     theirs = processed(folder, inputs)
+    ours = torch.empty_like(theirs["pixel_values"])
+    for rows, item in zip(ours.split([prod(i.grid_thw) for i in inputs]), inputs, strict=True):
+        Patchifier(spec, CPU, torch.float32).write(rows, item.features)
     assert [tuple(g) for g in theirs["image_grid_thw"].tolist()] == [i.grid_thw for i in inputs]
     torch.testing.assert_close(ours, theirs["pixel_values"], atol=1e-5, rtol=0)
 
@@ -128,6 +132,29 @@ def test_each_item_of_a_batch_equals_it_alone(family, folder):
     inputs = items(spec_of(folder))
     for item, packed in zip(inputs, encoder.encode(inputs), strict=True):
         torch.testing.assert_close(packed, encoder.encode([item])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_kept_layout_gives_the_same_embeddings(family, folder):
+    encoder, plain = load(family, folder), load(family, folder)
+    plain._tower._layouts = Layouts(plain._tower._lay_out, kept_patches=1)
+    lay_out, laid_out = encoder._tower._lay_out, []
+    encoder._tower._layouts = Layouts(lambda *place: laid_out.append(place) or lay_out(*place))
+    inputs = items(spec_of(folder))
+    batches = [inputs[:1], inputs[1:3], inputs[:1], inputs, inputs[5:6], inputs[1:2], inputs[1:3], inputs]
+    for batch in batches:
+        expected = torch.cat(plain.encode(batch))
+        assert torch.equal(torch.cat(encoder.encode(batch)), expected)
+    assert len(laid_out) == 5  # of eight
+    assert len(plain._tower._layouts._kept) == 0
+
+
+def test_a_layout_made_in_service_serves_where_something_is_learned(folder, family):
+    encoder = load(family, folder)
+    inputs = items(spec_of(folder), UNITS[:2])
+    encoder.encode(inputs)
+    patches = encoder._patches(inputs).requires_grad_()
+    encoder._tower(patches, [i.grid_thw for i in inputs]).sum().backward()
+    assert patches.grad is not None
 
 
 def test_bfloat16_stays_near_float32(family, folder):

@@ -87,7 +87,9 @@ def test_the_tower_is_the_familys(small_tower):
     spec = ImageSpec(
         patch_size=14, merge_size=2, temporal_patch_size=2, min_pixels=1, max_pixels=10**6, resample="bicubic"
     )
-    flat = Patchifier(spec, torch.device("cpu"), torch.float32)(list(pixels))
+    flat = torch.empty(2 * 4 * 6, small_tower.config.patch_width)
+    for rows, picture in zip(flat.split(4 * 6), pixels, strict=True):
+        Patchifier(spec, torch.device("cpu"), torch.float32).write(rows, picture)
     quiet = torch.zeros(2)
     assert torch.allclose(patches(pixels, quiet, small_tower.config).flatten(0, 1), flat, atol=1e-5)
     with torch.no_grad():
