@@ -94,8 +94,7 @@ class DecoderStack:
 
     def turns(self, positions_AT: Tensor) -> Turns:
         """Cosines and sines [T, P] of positions."""
-        cos_TP, sin_TP = self.rotary(positions_AT)
-        return cos_TP.contiguous(), sin_TP.contiguous()
+        return self.kernels.turns(self.rotary, positions_AT)
 
     def forward_turned(
         self,

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 
 
@@ -163,6 +164,10 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """silu(first half of the last dimension) · second half: [T, 2I] → [T, I]."""
+        ...
+
+    def turns(self, rotary: RotaryEmbedding, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines as `rotary` gives them, within a rounding or two."""
         ...
 
     def split_rope(

@@ -11,6 +11,7 @@ from torch.nn import functional
 from lm_engine.attention.reference import BatchedAttention
 from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
 from lm_engine.layers.mlp import LoopedExperts
+from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 
 
@@ -58,6 +59,9 @@ class ReferenceKernels:
     def silu_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         return functional.silu(gate_TI).mul_(up_TI)
+
+    def turns(self, rotary: RotaryEmbedding, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(positions_AT)
 
     def split_rope(
         self, qkv_TX: Tensor, heads: HeadShape, cos_TP: Tensor, sin_TP: Tensor, norm: QKNorm | None

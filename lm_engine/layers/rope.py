@@ -12,7 +12,7 @@ from lm_engine.model import RopeConfig
 
 
 class RotaryEmbedding:
-    """Gives cos and sin of every token, float32 and scaled, from its position on each axis."""
+    """Gives cos and sin [T, P] of every token from its position on each axis: float32, contiguous, scaled."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self.scaling = config.attention_scaling
@@ -21,17 +21,20 @@ class RotaryEmbedding:
         self.axis_P = None if axes is None else torch.tensor(axes, device=device)
 
     def __call__(self, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
+        assert positions_AT.shape[0] == self.num_axes
         if self.axis_P is None:
-            assert positions_AT.shape[0] == 1
             positions_T1 = positions_AT[0].float().unsqueeze(-1)
             angles_TP = positions_T1 * self.inv_freq_P
         else:
-            assert positions_AT.shape[0] == 3
             angles_TP = positions_AT.float().index_select(0, self.axis_P).t() * self.inv_freq_P
         cos_TP, sin_TP = angles_TP.cos(), angles_TP.sin()
         if self.scaling != 1.0:
             cos_TP, sin_TP = cos_TP * self.scaling, sin_TP * self.scaling
-        return cos_TP, sin_TP
+        return cos_TP.contiguous(), sin_TP.contiguous()
+
+    @property
+    def num_axes(self) -> int:
+        return 1 if self.axis_P is None else 3
 
 
 def position_axes(config: RopeConfig) -> list[int] | None:

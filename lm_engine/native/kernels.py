@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
 from lm_engine.layers.mlp import sliced_experts
+from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.native.attention import NativeAttention
 from lm_engine.native.fused import NativePass
@@ -98,6 +99,9 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return y_TI
+
+    def turns(self, rotary: RotaryEmbedding, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(positions_AT)
 
     def split_rope(
         self, qkv_TX: Tensor, heads: HeadShape, cos_TP: Tensor, sin_TP: Tensor, norm: QKNorm | None

@@ -14,6 +14,7 @@ from torch import Tensor
 from lm_engine.attention.triton import TritonAttention
 from lm_engine.layers.kernels import Experts, ExpertWeights, FusedPass, HeadShape, QKNorm, split_and_attend
 from lm_engine.layers.mlp import has_grouped_product, sliced_experts, stack_experts, stacked_experts
+from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.model import AttentionBackend, AttentionMetadata, PagedKV
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.experts import TritonExperts
@@ -23,6 +24,7 @@ from lm_engine.triton.linear import TritonLinear, make_arrivals
 from lm_engine.triton.norm import launch_norm
 
 _GATE_BLOCK = 1024
+_TURN_WARPS = 2  # for 64 pairs
 
 
 class TritonKernels:
@@ -83,6 +85,27 @@ class TritonKernels:
             **launch_options(self._device),
         )
         return out_TI
+
+    def turns(self, rotary: RotaryEmbedding, positions_AT: Tensor) -> tuple[Tensor, Tensor]:
+        (num_axes, num_tokens), (num_pairs,) = positions_AT.shape, rotary.inv_freq_P.shape
+        assert num_axes == rotary.num_axes
+        cos_TP, sin_TP = (rotary.inv_freq_P.new_empty(num_tokens, num_pairs) for _ in range(2))
+        launch(
+            elementwise.rotary_turns,
+            (num_tokens,),
+            positions_AT,
+            rotary.inv_freq_P,
+            rotary.axis_P,
+            cos_TP,
+            sin_TP,
+            rotary.scaling,
+            *positions_AT.stride(),
+            P=num_pairs,
+            BLOCK_P=next_power(num_pairs),
+            num_warps=_TURN_WARPS,
+            **launch_options(self._device),
+        )
+        return cos_TP, sin_TP
 
     def split_rope(
         self, qkv_TX: Tensor, heads: HeadShape, cos_TP: Tensor, sin_TP: Tensor, norm: QKNorm | None

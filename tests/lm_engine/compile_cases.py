@@ -317,7 +317,7 @@ def test_all_frames_and_prompts_of_a_talker(compiled, tmp_path):
 def test_all_steps_of_a_vision_model(compiled, tmp_path, kv_dtype):
     config = read_config(folder_of("qwen2_5_vl_3b", tmp_path), CheckpointConfig)
     run_decoder(qwen2_5_vl_config(config), BATCH_SIZES, TOKEN_SIZES, kv_dtype)
-    check(compiled, "draw_tokens", "gemv", "rope_heads")
+    check(compiled, "draw_tokens", "gemv", "rotary_turns", "rope_heads")
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from lm_engine.decoder import Decoder
 from lm_engine.graphs import CapturedDecodes
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.layers.reference import ReferenceKernels
+from lm_engine.layers.rope import RotaryEmbedding
 from lm_engine.layers.selection import select_kernels
 from lm_engine.model import AdapterRanks, AttentionMetadata, MoeConfig, PagedKV, RopeConfig
 from lm_engine.passes import CapturedPasses, PaddedPasses
@@ -119,6 +120,23 @@ def test_split_rope(kernels, dtype, with_norm, heads):
     expected = ReferenceKernels().split_rope(qkv.clone(), heads, angles.cos(), angles.sin(), norm)
     for ours, plain in zip(found, expected, strict=True):
         assert_near(ours, plain, dtype)
+
+
+LONG_ROPE = RopeConfig(theta=1e6, inv_freq=tuple(1e6 ** (-p / 10) for p in range(10)), attention_scaling=1.2)
+
+
+@pytest.mark.parametrize("rope", [ROPE, MROPE, LONG_ROPE], ids=["one axis", "three axes", "scaled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_turns_are_those_of_torch(kernels, rope, dtype):
+    """In a larger buffer; far from the start, where an argument reduced by a rounded π would show."""
+    rotary = RotaryEmbedding(rope, DEVICE)
+    positions = torch.tensor([[0, 1, 17, 4095, 131071, 9], [0, 2, 90, 3, 5, 9], [0, 7, 8, 1e5, 2, 9]])
+    positions = positions[: rotary.num_axes].to(DEVICE, dtype)
+    for step in (positions[:, :5], positions[:, 1:2], positions[:1].expand(rotary.num_axes, -1)):
+        for found, expected in zip(kernels.turns(rotary, step), rotary(step), strict=True):
+            assert found.shape == expected.shape == (step.shape[1], len(rope.inv_freq))
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, expected, atol=2**-23 * rotary.scaling, rtol=2**-22)
 
 
 # --- sparse layers ------------------------------------------------------------------------------------------

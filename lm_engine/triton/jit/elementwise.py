@@ -1,4 +1,4 @@
-"""Norms, gate, rotation. Computed in float32, rounded once.
+"""Norms, gate, turns, rotation. Computed in float32, rounded once.
 
 Shapes: T tokens, H hidden, I intermediate, X = N + 2G heads of a fused projection, D head size, P = D/2.
 """
@@ -55,6 +55,35 @@ def silu_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL
     up_I = tl.load(gates + WIDTH, mask=inside_I, other=0.0).to(tl.float32)
     y_I = gate_I / (1.0 + tl.exp(-gate_I)) * up_I
     tl.store(out_ptr + row * WIDTH + columns_I, y_I.to(out_ptr.dtype.element_ty), mask=inside_I)
+
+
+@triton.jit(do_not_specialize=["axis_stride", "token_stride"])
+def rotary_turns(
+    positions_ptr,
+    inv_freq_ptr,
+    axis_ptr,
+    cos_ptr,
+    sin_ptr,
+    scaling,
+    axis_stride,
+    token_stride,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A token a program. Without `axis_ptr` there is one axis. Angles go up to the longest context: these are
+    not the approximations of the hardware."""
+    token = tl.program_id(0).to(tl.int64)
+    pairs_P = tl.arange(0, BLOCK_P)
+    inside_P = pairs_P < P
+    inv_freq_P = tl.load(inv_freq_ptr + pairs_P, mask=inside_P, other=0.0)
+    position_ptrs_P = positions_ptr + token * token_stride + tl.zeros([BLOCK_P], tl.int64)
+    if axis_ptr is not None:
+        position_ptrs_P += tl.load(axis_ptr + pairs_P, mask=inside_P, other=0) * axis_stride
+    after_predecessors(PDL)
+    angle_P = tl.load(position_ptrs_P, mask=inside_P, other=0).to(tl.float32) * inv_freq_P
+    tl.store(cos_ptr + token * P + pairs_P, tl.cos(angle_P) * scaling, mask=inside_P)
+    tl.store(sin_ptr + token * P + pairs_P, tl.sin(angle_P) * scaling, mask=inside_P)
 
 
 @triton.jit
