@@ -1,6 +1,6 @@
 """The embedding cache: per item, bounded in bytes, reference-counted, with a second tier in host memory.
 
-inserted ──▶ in use ──last user releases──▶ idle (LRU) ──evicted──▶ host tier ──hit──▶ in use
+inserted ──▶ in use ──last user releases──▶ idle (LRU) ──trimmed──▶ host tier ──hit──▶ in use
                ▲                              │
                └──────────── hit ─────────────┘
 An entry dropped from the index while in use is detached: its last user frees it.
@@ -63,8 +63,10 @@ class CacheCounters:
 
 
 class EmbeddingCache:
-    """Single-threaded. An entry with users is never evicted; idle entries exist only while all entries
-    together are within `device_bytes`."""
+    """Single-threaded. An entry with users is never evicted. Of what is idle nothing is beyond `device_bytes`
+    after `trim`, which the owner calls once what is new has been handed over: evicting it first would make
+    whoever waits for new embeddings wait for copies of old ones.
+    """
 
     def __init__(self, config: CacheConfig, device: torch.device) -> None:
         self._capacity_bytes = config.device_bytes
@@ -75,6 +77,7 @@ class EmbeddingCache:
         self._index_bytes = 0
         self._idle_bytes = 0
         self._held_bytes = 0
+        self._since_trim_bytes = 0  # inserted or released
         self.counters = CacheCounters()
 
     # --- acquire and release ------------------------------------------------------------------------------
@@ -98,7 +101,7 @@ class EmbeddingCache:
         return entry.embeddings
 
     def insert(self, key: EmbeddingKey, embeddings: Tensor, users: Sequence[User]) -> Tensor:
-        """Keeps fresh embeddings, held by `users`; returns them as stored. Evicts idle entries at once."""
+        """Keeps fresh embeddings, held by `users`; returns them as stored. Evicts nothing: see `trim`."""
         assert users, "embeddings nobody waits for"
         entry = _Entry(key, _own_storage(embeddings))
         stale = self._index.get(key)
@@ -107,9 +110,9 @@ class EmbeddingCache:
         self._host.discard(key)
         self._index[key] = entry
         self._index_bytes += entry.nbytes
+        self._since_trim_bytes += entry.nbytes
         for user in users:
             self._hold(entry, user)
-        self._evict()
         return entry.embeddings
 
     def release(self, user: User) -> None:
@@ -126,6 +129,20 @@ class EmbeddingCache:
         for user in [u for u in self._held if u.request_id == request_id]:
             for entry in self._held.pop(user):
                 self._unhold(entry, user)
+
+    @property
+    def excess_bytes(self) -> int:
+        """What `trim` would free, at least."""
+        return min(self._idle_bytes, max(0, self._index_bytes - self._capacity_bytes))
+
+    def trim(self) -> None:
+        """Evicts idle entries, the one used last last, until all that are left are within `device_bytes`."""
+        while self.excess_bytes:
+            entry = next(iter(self._idle.values()))
+            self._drop(entry)
+            self._host.put(entry.key, entry.embeddings)
+            self.counters.evictions += 1
+        self._since_trim_bytes = 0
 
     def reset(self) -> None:
         """Forgets everything. Entries in use stay valid for their users and are freed by the last one."""
@@ -163,8 +180,8 @@ class EmbeddingCache:
         counted = Counter({(id(e), u): n for e in self._held_entries() for u, n in e.users.items()})
         if indexed != self._index_bytes:
             return f"entries hold {indexed} bytes but {self._index_bytes} are counted"
-        if self._idle and indexed > self._capacity_bytes:
-            return f"idle entries are kept although {indexed} bytes exceed the {self._capacity_bytes} allowed"
+        if self.excess_bytes > self._since_trim_bytes:
+            return f"{self.excess_bytes} bytes idle beyond {self._capacity_bytes}, trimmed before most came"
         if idle != set(self._idle) or self._idle_bytes != sum(e.nbytes for e in self._idle.values()):
             return "the idle list differs from the entries without users"
         if owners != counted:
@@ -188,13 +205,6 @@ class EmbeddingCache:
         self.counters.hits += 1
         self.counters.host_hits += 1
         return self.insert(key, embeddings, [user])
-
-    def _evict(self) -> None:
-        while self._idle and self._index_bytes > self._capacity_bytes:
-            entry = next(iter(self._idle.values()))
-            self._drop(entry)
-            self._host.put(entry.key, entry.embeddings)
-            self.counters.evictions += 1
 
     def _drop(self, entry: _Entry) -> None:
         """Takes an entry out of the index; one in use becomes detached."""
@@ -223,7 +233,7 @@ class EmbeddingCache:
         if self._index.get(entry.key) is entry:
             self._idle[entry.key] = entry
             self._idle_bytes += entry.nbytes
-            self._evict()
+            self._since_trim_bytes += entry.nbytes
 
     def _held_entries(self) -> list[_Entry]:
         return list({id(e): e for held in self._held.values() for e in held}.values())

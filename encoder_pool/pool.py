@@ -89,6 +89,7 @@ class EncoderPool:
         self._batches = self._items = self._tokens = self._patches = self._joined = self._failures = 0
         self._queued_s = 0.0
         self._encode_next = False
+        self._trim_next = False
         self._turn: Turn | None = None
 
     @property
@@ -144,19 +145,23 @@ class EncoderPool:
                 self._dissolve(flight)
 
     def release(self, request_id: str, item_index: int) -> None:
-        """An Embedded was sent: its entry may be evicted."""
+        """An Embedded was sent: its entry may be evicted, by a step that follows."""
         self._cache.release(User(request_id, item_index))
 
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while unsent embeddings fill their bound: ask again after
         `release`, or while batches are held."""
-        return bool(self._ready) or self._can_encode()
+        return bool(self._ready) or self._can_encode() or bool(self._cache.excess_bytes)
 
     def step(self) -> list[EncodeOutcome]:
-        """Hands out what is ready, or runs one forward.
+        """Hands out what is ready, or runs one forward, or evicts what the cache has no room for.
 
         Ready outcomes do not wait for a forward, but no two steps in a row pass without one if items wait.
+        What is new does not wait until what is old has been evicted, but the next forward does: the cache is
+        over its size by one batch at most, and what was promoted beside it.
         """
+        if self._trim_next or not self._ready:
+            self._cache.trim()
         if (self._encode_next or not self._ready) and self._can_encode():
             self._encode_next = False
             if self._turn is not None:
@@ -166,6 +171,7 @@ class EncoderPool:
             self._encode_next = True
         outcomes = list(self._ready)
         self._ready.clear()
+        self._trim_next = self._cache.excess_bytes > 0
         return outcomes
 
     def listen(self, sounds: list[tuple[MediaItem, Tensor]]) -> list[str | OmnistageError]:

@@ -3,6 +3,8 @@ import torch
 
 from contracts.digests import ContentDigest
 from encoder_pool.cache import CacheConfig, EmbeddingCache, EmbeddingKey, User
+from encoder_pool.host_tier import HostTier
+from encoder_pool.slabs import Slabs
 from tests.encoder_pool.fakes import ROW_BYTES, WIDTH, expected
 
 CPU = torch.device("cpu")
@@ -26,7 +28,14 @@ def acquire(cache: EmbeddingCache, k: EmbeddingKey, user: User, rows: int = 2):
 def insert_and_release(cache: EmbeddingCache, n: int, rows: int = 2) -> None:
     cache.insert(key(n), expected(n, rows), [A])
     assert cache.check_integrity() is None
-    cache.release(A)
+    release(cache, A)
+
+
+def release(cache: EmbeddingCache, user: User) -> None:
+    cache.release(user)
+    assert cache.check_integrity() is None
+    cache.trim()
+    assert cache.excess_bytes == 0
     assert cache.check_integrity() is None
 
 
@@ -46,12 +55,12 @@ def test_salt_and_encoder_separate_entries():
     assert acquire(cache, key(1, salt="x"), B) is not None
 
 
-def test_the_least_recently_released_entry_is_evicted_at_insert():
+def test_the_least_recently_released_entry_is_evicted():
     cache = cache_of(4)
     insert_and_release(cache, 1)
     insert_and_release(cache, 2)
     assert acquire(cache, key(1), B) is not None
-    cache.release(B)
+    release(cache, B)
     insert_and_release(cache, 3)
     assert acquire(cache, key(2), B) is None
     assert acquire(cache, key(1), B) is not None
@@ -61,12 +70,12 @@ def test_the_least_recently_released_entry_is_evicted_at_insert():
 def test_an_entry_in_use_outlives_any_pressure_until_its_last_user_lets_go():
     cache = cache_of(2)
     cache.insert(key(1), expected(1, 2), [A, B])
-    cache.release(A)
+    release(cache, A)
     for n in range(2, 6):
         insert_and_release(cache, n)
         assert torch.equal(acquire(cache, key(1), C), expected(1, 2))
-        cache.release(C)
-    cache.release(B)
+        release(cache, C)
+    release(cache, B)
     insert_and_release(cache, 9)
     assert acquire(cache, key(1), C) is None
 
@@ -77,6 +86,7 @@ def test_releasing_a_whole_request_frees_its_entries_only():
     cache.insert(key(2), expected(2, 2), [User("r", 1)])
     cache.release_request("r")
     assert cache.check_integrity() is None
+    cache.trim()
     assert cache.held_bytes == 2 * ROW_BYTES
     assert acquire(cache, key(2), A) is None  # over budget while s holds its entry
     assert acquire(cache, key(1), A) is not None
@@ -86,10 +96,10 @@ def test_a_user_with_two_holds_releases_twice():
     cache = cache_of(0)
     cache.insert(key(1), expected(1, 2), [A])
     assert acquire(cache, key(1), A) is not None
-    cache.release(A)
+    release(cache, A)
     assert acquire(cache, key(1), B) is not None
-    cache.release(B)
-    cache.release(A)
+    release(cache, B)
+    release(cache, A)
     assert acquire(cache, key(1), B) is None
     cache.release(A)  # an unknown user: nothing happens
     assert cache.held_bytes == 0
@@ -101,7 +111,7 @@ def test_the_host_tier_gives_back_equal_embeddings():
     insert_and_release(cache, 2)
     assert cache.stats()["encoder_cache_host_bytes"] == 2 * ROW_BYTES
     assert torch.equal(acquire(cache, key(1), B), expected(1, 2))
-    cache.release(B)
+    release(cache, B)
     stats = cache.stats()
     assert stats["encoder_cache_host_hits_total"] == 1
     assert stats["encoder_cache_bytes"] == stats["encoder_cache_host_bytes"] == 2 * ROW_BYTES  # they swapped
@@ -126,7 +136,7 @@ def test_an_entry_of_the_wrong_length_is_dropped_not_served():
     assert cache.stats()["encoder_cache_invalid_total"] == 1
     fresh = cache.insert(key(1), expected(1, 3), [B])
     assert acquire(cache, key(1), C, rows=3) is fresh
-    cache.release(A)
+    release(cache, A)
     assert cache.check_integrity() is None
     assert cache.held_bytes == 3 * ROW_BYTES
 
@@ -148,7 +158,7 @@ def test_reset_drops_everything_and_leaves_users_their_embeddings():
     assert acquire(cache, key(2), B) is None
     assert torch.equal(mine, expected(2, 2))
     assert cache.held_bytes == 2 * ROW_BYTES
-    cache.release(A)
+    release(cache, A)
     assert cache.held_bytes == cache.stats()["encoder_cache_bytes"] == 0
 
 
@@ -175,16 +185,38 @@ def test_a_fresh_entry_replaces_its_demoted_copy():
     assert acquire(cache, key(1), B) is None
 
 
+def test_nothing_is_evicted_before_it_is_asked_for():
+    cache = cache_of(4, host_rows=8)
+    insert_and_release(cache, 1)
+    insert_and_release(cache, 2)
+    cache.insert(key(3), expected(3, 3), [A])
+    assert cache.excess_bytes == 3 * ROW_BYTES
+    assert cache.stats()["encoder_cache_host_bytes"] == 0
+    assert cache.check_integrity() is None
+    cache.trim()
+    assert cache.stats()["encoder_cache_host_bytes"] == 4 * ROW_BYTES
+    assert cache.check_integrity() is None
+
+
+def test_integrity_notices_what_should_have_been_trimmed():
+    cache = cache_of(4)
+    insert_and_release(cache, 1)
+    cache._capacity_bytes = ROW_BYTES
+    assert "idle beyond" in cache.check_integrity()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_host_copies_come_back_equal():
-    cache = EmbeddingCache(CacheConfig(2 * ROW_BYTES, 1 << 20), torch.device("cuda"))
+    cuda = torch.device("cuda")
+    cache = EmbeddingCache(CacheConfig(2 * ROW_BYTES, 1 << 20), cuda)
+    cache._host = HostTier(1 << 20, cuda, Slabs(1 << 20, start=lambda run: run()))
     for n in (1, 2, 3):
         cache.insert(key(n), expected(n, 2).cuda(), [A])
-        cache.release(A)
+        release(cache, A)
     assert cache.check_integrity() is None
     for n in (1, 2, 3):
         found = acquire(cache, key(n), B)
         assert found.is_cuda
         assert torch.equal(found.cpu(), expected(n, 2))
-        cache.release(B)
+        release(cache, B)

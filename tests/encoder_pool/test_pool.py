@@ -139,8 +139,10 @@ def test_nothing_of_an_aborted_request_remains(model):
     pool.add(encode_message("asked", 4), None)
     for request_id in ("queued", "sent", "asked", "unknown"):
         pool.abort(request_id)
-    assert not pool.has_work()
     assert not pool.busy
+    assert pool.check_integrity() is None
+    assert pool.step() == []
+    assert not pool.has_work()
     assert pool.check_integrity() is None
     assert pool.stats()["encoder_cache_bytes"] == 0
 
@@ -263,6 +265,57 @@ def test_with_the_cache_off_ids_are_kept_and_nothing_is_remembered(model):
         assert [(e.request_id, e.item_index) for e in embedded] == [("req-7", 5)]
     assert model.calls == [[1], [1]]
     assert pool.stats()["encoder_cache_bytes"] == 0
+
+
+def test_new_embeddings_come_before_old_ones_are_evicted(model):
+    pool = make_pool(model, rows=2, host_rows=9)
+    add(pool, "a", 1)
+    add(pool, "b", 2)
+    drain(pool)
+    add(pool, "c", 3)
+    assert isinstance(pool.step()[-1], Embedded)
+    assert pool.stats()["encoder_cache_evictions_total"] == 0
+    pool.release("c", 0)
+    assert pool.has_work()
+    assert pool.step() == []
+    assert not pool.has_work()
+    assert pool.stats()["encoder_cache_host_bytes"] == ROW_BYTES
+    assert pool.check_integrity() is None
+
+
+def test_the_cache_is_over_its_size_by_one_batch_at_most(model):
+    """Batch behind batch, each sent before the next one begins, with or without a step between."""
+    rng = random.Random(5)
+    pool = make_pool(model, rows=4, limits=BatchLimits(max_items=2))
+    most = 0
+    for i in range(200):
+        for item in range(2):
+            add(pool, f"r{i}", rng.randrange(16), item_index=item)
+        while pool.has_work():
+            outcomes = pool.step()
+            most = max(most, pool.stats()["encoder_cache_bytes"])
+            assert pool.check_integrity() is None
+            for outcome in outcomes:
+                if isinstance(outcome, Embedded):
+                    pool.release(outcome.request_id, outcome.item_index)
+            if i % 3 and outcomes:
+                break  # the next ones come before it is trimmed
+    assert most <= (4 + 2) * ROW_BYTES
+
+
+def test_hits_without_end_do_not_keep_old_ones_from_being_evicted(model):
+    pool = make_pool(model, rows=2, host_rows=20)
+    for value in range(12):
+        add(pool, "warm", value, item_index=value)
+    drain(pool)
+    for i in range(48):  # each of the one that was demoted longest ago
+        pool.add(encode_message(f"hit{i}", i % 12), None)
+        (outcome,) = pool.step()
+        assert torch.equal(outcome.embeddings, expected(i % 12, 1))
+        pool.release(outcome.request_id, 0)
+        assert pool.stats()["encoder_cache_bytes"] <= (2 + 2) * ROW_BYTES
+        assert pool.check_integrity() is None
+    assert pool.stats()["encoder_cache_host_hits_total"] > 30
 
 
 def test_unsent_embeddings_hold_back_the_next_forward(model):

@@ -291,7 +291,7 @@ def test_a_held_stage_asks_again_in_time_and_only_while_it_is_held() -> None:
 
 async def ask_again() -> None:
     client = Client(config_of(), hold=True)
-    pair = Pair(client, 0, max_items=1)
+    pair = Pair(client, 0, max_items=1, cache_bytes=1 << 20)  # room for all: nothing to evict
     for name, image in (("a", IMAGES[2]), ("b", IMAGES[3])):
         client.add(name, prompt_of(image, [1]), drawn(1, max_tokens=1))
     await pair.compute()
@@ -316,7 +316,7 @@ def test_a_step_that_computes_all_of_a_picture_is_waited_for() -> None:
 
 async def wait_for_the_step() -> None:
     client = Client(config_of(overlap=True), hold=True)
-    pair = Pair(client, 0, max_items=1)
+    pair = Pair(client, 0, max_items=1, cache_bytes=1 << 20)  # room for all: nothing to evict
     for name, image in (("a", IMAGES[2]), ("b", IMAGES[3])):
         client.add(name, prompt_of(image, [1]), drawn(1, max_tokens=1))
     await pair.compute()
