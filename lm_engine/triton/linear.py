@@ -216,7 +216,8 @@ def choose_blocks(x_MI: Tensor, num_outputs: int, gated: bool) -> Blocks:
             return Blocks(2, 0, 16, programs=1)
         if gated:
             return Blocks(2, 0, 4, programs=4)
-        return Blocks(4, 0, 4, programs=8 if num_outputs > 16384 else 4)
+        # With a fourth there is no room for the attention behind qkv to come in and bring its keys.
+        return Blocks(4, 0, 4, programs=8 if num_outputs > 16384 else 3)
     inputs = 256 // x_MI.element_size()
     if gated:
         return _of_a_wave(8, 4, inputs // 2, 1, x_MI, num_outputs, num_tiles=2)
