@@ -17,8 +17,9 @@ class EngineConfig:
     `atomic_spans`: a media span is computed in one step (bidirectional attention inside it); then
     `max_item_tokens`, the longest span the processor can produce, is checked here instead of per request.
     `mixed_step_tokens`: of a step in which sequences decode, whose next tokens wait for all of it. None: as
-    any other step. `encoder_step_tokens`: of such a step while an encoder computes on the same device. None:
-    no fewer, as for atomic spans, which would wait for the encoder's pauses.
+    any other step. `encoder_step_tokens`: of such a step while an encoder computes on the same device, its
+    decodes in any case; 0: nothing but those. None: no fewer, as for atomic spans, which would wait for the
+    encoder's pauses.
     `aging_s`: waiting that long is worth one level of priority (policy "priority").
     `max_deferrals`: times a request may be overtaken (policy "cache_aware").
     `min_shared_tokens`: a request waits for a prefill under way that computes so many tokens for both; None:
@@ -77,10 +78,8 @@ class EngineConfig:
                 f"max_step_tokens {self.max_step_tokens} or mixed_step_tokens {self.mixed_step_tokens}"
                 f" is below max_sequences {self.max_sequences}"
             )
-        if self.encoder_step_tokens is not None and self.encoder_step_tokens < self.max_sequences:
-            raise ValueError(
-                f"encoder_step_tokens {self.encoder_step_tokens} is below max_sequences {self.max_sequences}"
-            )
+        if self.encoder_step_tokens is not None and self.encoder_step_tokens < 0:
+            raise ValueError(f"encoder_step_tokens is {self.encoder_step_tokens}, want at least 0")
         self._check_atomic_spans()
 
     def _check_atomic_spans(self) -> None:

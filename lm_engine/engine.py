@@ -101,7 +101,8 @@ class LMEngine:
         )
 
     def share_device(self, neighbour: Neighbour) -> None:
-        """Steps with decodes are smaller while `neighbour` computes on the same device."""
+        """Steps with decodes are smaller while `neighbour` computes on the same device, which is told what it
+        is to wait for."""
         self._scheduler.neighbour = neighbour
 
     @property
@@ -113,6 +114,14 @@ class LMEngine:
         if moves or any(flight.step.media for flight in self._in_flight):
             return scheduler.ledger.num_arrived_tokens
         return 0
+
+    def tell_neighbour(self) -> None:
+        """What steps compute now; by whoever changes it from outside, too."""
+        neighbour = self._scheduler.neighbour
+        if neighbour is not None:
+            alternates = self.config.encoder_step_tokens == 0  # or it would wait for steps that go on
+            mixed = alternates and any(flight.step.mixed for flight in self._in_flight)
+            neighbour.publish(self.num_rows_ahead, mixed=mixed)
 
     # --- requests -------------------------------------------------------------------------------------------
     def add(self, message: Generate) -> None:
@@ -234,6 +243,7 @@ class LMEngine:
         submitted_s = self._clock()
         future = asyncio.wrap_future(self._runner.submit(plan))
         self._in_flight.append(InFlight(step, future, submitted_s, readings))
+        self.tell_neighbour()
         return True
 
     async def _land(self) -> None:

@@ -39,7 +39,8 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """`sampling`: the sequences that draw a token, in plan order. `media`: sequence and how far its KV
-    stands after the step. `fresh`: admitted in this step onto blocks computed by earlier ones."""
+    stands after the step. `fresh`: admitted in this step onto blocks computed by earlier ones. `mixed`:
+    prompts are computed in it beside sequences that decode."""
 
     plan: StepPlan
     sequences: tuple[Sequence, ...]
@@ -47,6 +48,7 @@ class ScheduledStep:
     media: list[tuple[Sequence, int]]
     fresh: tuple[Sequence, ...]
     num_tokens: int
+    mixed: bool
 
 
 class Outcome(Enum):
@@ -60,7 +62,12 @@ class Outcome(Enum):
 class Neighbour(Protocol):
     @property
     def encoding(self) -> bool:
-        """Whether it computes now, on the device that this one has its steps on."""
+        """Whether it computes now, or is about to, on the device that this one has its steps on."""
+        ...
+
+    def publish(self, num_rows_ahead: int, *, mixed: bool) -> None:
+        """Told by the engine as steps begin and end: see `LMEngine.num_rows_ahead`; and whether a mixed step
+        is under way."""
         ...
 
 
@@ -155,13 +162,16 @@ class Scheduler:
         while True:
             draft = StepDraft(self.config.max_step_tokens, self.config.max_step_visual_tokens)
             self._plan_decodes(draft)
-            if draft.rows:  # they wait for the whole step
-                draft.withhold(self.config.max_step_tokens - self._mixed_step_tokens())
+            num_decodes = len(draft.rows)
+            if num_decodes:  # they wait for the whole step
+                withheld = self.config.max_step_tokens - self._mixed_step_tokens()
+                draft.withhold(min(withheld, draft.tokens_left))
             self._plan_prefills(draft)
             if not draft.preempted:
                 self._admit_waiting(draft)
             self.is_short_of_tokens = draft.tokens_left == 0 or draft.visual_left <= 0
-            step = self._commit(draft) if draft.rows else None
+            mixed = 0 < num_decodes < len(draft.rows)
+            step = self._commit(draft, mixed) if draft.rows else None
             more, returned = self.room.claim(self._prefilling, self._frontier)
             asks += more
             # Without a row planning again helps only if it freed memory or gave the queue something back.
@@ -236,7 +246,7 @@ class Scheduler:
         draft.preempted = True
         self.counters.preemptions += 1
 
-    def _commit(self, draft: StepDraft) -> ScheduledStep:
+    def _commit(self, draft: StepDraft, mixed: bool) -> ScheduledStep:
         plan = StepPlan(
             step_id=self._next_step_id,
             released_slots=tuple(self._released_slots),
@@ -260,7 +270,7 @@ class Scheduler:
                 self._decoding[seq] = None
                 self.room.release_held(seq.request)
         num_tokens = self.config.max_step_tokens - draft.withheld - draft.tokens_left
-        return ScheduledStep(plan, tuple(draft.rows), sampling, media, tuple(draft.fresh), num_tokens)
+        return ScheduledStep(plan, tuple(draft.rows), sampling, media, tuple(draft.fresh), num_tokens, mixed)
 
     def register_full_blocks(self, seq: Sequence) -> None:
         """Names the blocks whose tokens are known and whose KV is written by now or by the plan being made.

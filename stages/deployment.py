@@ -76,8 +76,8 @@ class LMConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Step bounds that are None follow the device. On a GPU a step is no larger than the largest that is
     captured: it costs one launch, and takes some 20 ms of a model of 3B; larger ones are hardly more
-    efficient. Half as much where sequences decode, since that is what their next tokens wait for, and half of
-    that beside an encoder, which has most of the GPU then.
+    efficient. Half as much where sequences decode, since that is what their next tokens wait for, and nothing
+    but decodes (0) beside an encoder, which has most of the GPU then.
     """
 
     tensor_parallel: int = 1
@@ -127,7 +127,9 @@ def step_bounds(config: LMConfig) -> StepBounds:
     sequences = config.max_sequences or (256 if on_gpu else 32)
     tokens = config.max_step_tokens or max(2048 if on_gpu else 512, sequences)
     mixed = config.mixed_step_tokens or (max(1024, 2 * sequences) if on_gpu else tokens)
-    beside_encoder = config.encoder_step_tokens or (max(512, sequences) if on_gpu else mixed)
+    beside_encoder = config.encoder_step_tokens
+    if beside_encoder is None:
+        beside_encoder = 0 if on_gpu else mixed
     return StepBounds(
         max_sequences=sequences,
         max_step_tokens=tokens,

@@ -38,7 +38,6 @@ STEP_FIELDS = (
     "max_sequences",
     "max_step_tokens",
     "mixed_step_tokens",
-    "encoder_step_tokens",
     "max_step_visual_tokens",
     "long_prefill_cap",
     "max_resident_embedding_tokens",
@@ -189,11 +188,11 @@ def _validate(deployment: Deployment, pipeline: Pipeline) -> None:
         _validate_placed(name, stage)
     for name, lm in deployment.lms.items():
         _positive(f"stage.{name}", lm, STEP_FIELDS)
+        _not_negative(f"stage.{name}", lm, ("encoder_step_tokens",))
         bounds = step_bounds(lm)
         sizes = {
             "max_step_tokens": bounds.max_step_tokens,
             "mixed_step_tokens": bounds.mixed_step_tokens,
-            "encoder_step_tokens": bounds.encoder_step_tokens,
         }
         for field, tokens in sizes.items():
             if tokens < bounds.max_sequences:

@@ -28,9 +28,9 @@ class _Turns:
         for turn in self._turns:
             turn.received(request_id, item, num_rows_ahead)
 
-    def publish(self, num_rows_ahead: int) -> None:
+    def publish(self, num_rows_ahead: int, *, mixed: bool) -> None:
         for turn in self._turns:
-            turn.publish(num_rows_ahead)
+            turn.publish(num_rows_ahead, mixed=mixed)
 
     def forget(self, request_id: str) -> None:
         for turn in self._turns:
@@ -75,7 +75,7 @@ class LMStage:
                     return [Failed(request_id, error.info())]
             case StopSample(request_id, sample):
                 self.engine.stop_sample(request_id, sample)
-                self._tell()
+                self.engine.tell_neighbour()
             case _:
                 raise AssertionError(f"stage {self._name} got {type(message).__name__}")
         return []
@@ -91,9 +91,6 @@ class LMStage:
             self._turns.received(chunk.request_id, item, self.engine.num_rows_ahead)
         return []
 
-    def _tell(self) -> None:
-        self._turns.publish(self.engine.num_rows_ahead)
-
     def has_work(self) -> bool:
         return self.engine.has_work()
 
@@ -102,7 +99,7 @@ class LMStage:
 
     async def step(self) -> StepResultBatch:
         events = await self.engine.step()
-        self._tell()
+        self.engine.tell_neighbour()
         batch = StepResultBatch(messages=list(events.messages))
         if events.chunks:
             assert self._talker is not None, f"stage {self._name} has nobody to speak for it"
@@ -115,7 +112,7 @@ class LMStage:
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
         self._turns.forget(request_id)
-        self._tell()
+        self.engine.tell_neighbour()
 
     def reset_cache(self) -> None:
         self.engine.reset_cache()

@@ -193,6 +193,9 @@ def test_steps_are_smaller_while_sequences_decode():
 class Tower:
     encoding: bool
 
+    def publish(self, num_rows_ahead: int, *, mixed: bool) -> None:
+        pass
+
 
 def test_steps_are_smaller_still_while_an_encoder_computes_beside_them():
     prompts = prompt_of([1] * 4), prompt_of([2] * 30)
@@ -207,6 +210,19 @@ def test_steps_are_smaller_still_while_an_encoder_computes_beside_them():
     tower.encoding = False
     step, _ = scheduler.plan()
     assert chunks(step) == [(5, 1), (17, 11)]
+
+
+def test_nothing_but_decodes_beside_an_encoder():
+    prompts = prompt_of([1] * 4), prompt_of([2] * 30)
+    scheduler, _ = scheduler_of(*prompts, encoder_step_tokens=0, max_step_tokens=14)
+    scheduler.neighbour = tower = Tower(encoding=True)
+    step, _ = scheduler.plan()
+    assert (chunks(step), step.mixed) == ([(0, 4), (0, 10)], False), "nobody decodes yet"
+    step, _ = scheduler.plan()
+    assert (chunks(step), step.mixed) == ([(4, 1)], False)
+    tower.encoding = False
+    step, _ = scheduler.plan()
+    assert (chunks(step), step.mixed) == ([(5, 1), (10, 13)], True)
 
 
 def test_a_chunk_ends_where_embeddings_are_missing_and_others_go_on():

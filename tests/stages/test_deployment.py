@@ -77,7 +77,7 @@ def test_talker_and_vocoder_have_sections_too() -> None:
         ("thinker.policy=lottery", "stage.thinker"),
         ("thinker.max_step_tokens=8", "stage.thinker.max_step_tokens"),
         ("thinker.mixed_step_tokens=8", "stage.thinker.mixed_step_tokens"),
-        ("thinker.encoder_step_tokens=8", "stage.thinker.encoder_step_tokens"),
+        ("thinker.encoder_step_tokens=-1", "stage.thinker.encoder_step_tokens: must not be negative"),
         ("vision.max_batch_items=-1", "stage.vision.max_batch_items"),
         ("vision.max_tokens_ahead=-1", "stage.vision.max_tokens_ahead"),
         ("vision.max_batch_patches=0", "stage.vision.max_batch_patches"),

@@ -93,6 +93,34 @@ def test_a_hold_ends_in_any_case() -> None:
     assert turns.num_cut == 1
 
 
+def test_an_encoder_that_is_next_lets_mixed_steps_end_and_no_more_begin() -> None:
+    turns, _, woken = turns_of()
+    turns.publish(0, mixed=True)
+    assert not turns.encoding, "no encoder has asked"
+    assert turns.holds()
+    assert turns.encoding, "from now on the language model plans none"
+    turns.publish(0, mixed=False)
+    assert len(woken) == 1
+    assert turns.encoding, "it has not begun yet"
+    assert not turns.holds()
+    turns.begin()
+    turns.end()
+    assert not turns.encoding
+
+
+def test_an_encoder_that_waits_for_rows_is_not_next() -> None:
+    turns, _, _ = turns_of()
+    turns.handed_over("a", 0)
+    turns.publish(0, mixed=True)
+    assert turns.holds()
+    assert not turns.encoding, "those rows are to be computed beside decodes"
+    turns.received("a", 0, 0)
+    assert turns.holds()
+    assert turns.encoding
+    turns.end_hold()
+    assert not turns.encoding, "there was nothing to begin with after all"
+
+
 class ToyEncoder:
     """Gives what the engine's reference expects of an item, whose first pixel is its name."""
 
@@ -219,7 +247,7 @@ def test_every_request_ends_though_no_hold_ends_by_itself(seed: int) -> None:
         max_sequences=rng.randint(1, 4),
         max_step_tokens=rng.randint(5, 20),
         mixed_step_tokens=rng.choice([None, 5]),
-        encoder_step_tokens=rng.choice([None, 4]),
+        encoder_step_tokens=rng.choice([None, 4, 0, 0]),
         max_resident_embedding_tokens=rng.randint(1, 40),
         max_step_visual_tokens=rng.randint(1, 16),
         min_early_tokens=rng.choice([1, 6]),
@@ -351,3 +379,39 @@ def test_who_shares_a_gpu_takes_turns(
     plan = make_plan(options)
     assert set(make_turns(plan, ("vision", "thinker"))) == ({("vision", "thinker")} if takes_turns else set())
     assert not make_turns(plan, ("vision",)), "the other is in another process"
+
+
+def test_no_prompt_is_computed_beside_decodes_while_the_encoder_waits_to_begin() -> None:
+    asyncio.run(alternate())
+
+
+def computes_mixed(client: Client) -> bool:
+    return any(flight.step.mixed for flight in client.engine._in_flight)
+
+
+async def alternate() -> None:
+    config = config_of(
+        max_step_tokens=8, encoder_step_tokens=0, overlap=True, prefix_cache=False, num_blocks=65
+    )
+    client = Client(config, hold=True)
+    pair = Pair(client, 0, max_items=1)
+    client.add("decodes", prompt_of([1]), drawn(1, max_tokens=30))
+    while not client.answers["decodes"].tokens:
+        await pair.compute()
+    client.add("long", prompt_of([2] * 60), drawn(1, max_tokens=1))
+    client.add("shows", prompt_of(IMAGES[2], [1]), drawn(1, max_tokens=1))
+    while not pair.orders:
+        await pair.compute()
+    pair.order()
+    while not computes_mixed(client):
+        await pair.compute()
+    assert not pair.vision.has_work(), "it waits for that step"
+    for _ in range(3):
+        await pair.compute()
+    assert not computes_mixed(client), "another was planned"
+    assert not client.answers["long"].done
+    assert pair.vision.has_work()
+    await pair.encode()
+    while actions := pair.possible():
+        await pair.act(actions[0])
+    client.check()
