@@ -93,9 +93,14 @@ def open_image(data: bytes, max_source_pixels: int) -> OpenedImage:
 
 
 def decode_image(
-    opened: OpenedImage, shape: ResizedShape, spec: ImageSpec, resize: Resize = resize_by_pillow
+    opened: OpenedImage,
+    shape: ResizedShape,
+    spec: ImageSpec,
+    resize: Resize = resize_by_pillow,
+    out_HWC: UInt8 | None = None,
 ) -> UInt8:
-    """Decodes, turns upright, resizes: [shape.height, shape.width, 3] uint8, C order.
+    """Decodes, turns upright, resizes: [shape.height, shape.width, 3] uint8, C order, in `out_HWC` if that
+    is given (and then partly written, perhaps, when this raises).
 
     Animated files give their first frame on its full canvas. A multi-picture file gives its first picture.
     """
@@ -112,15 +117,16 @@ def decode_image(
             upright = plain
     if upright.size != opened.size:
         raise MediaDecodeError(f"the {format_name} image's size differs from its header's")
-    if upright.size == (shape.width, shape.height):
-        pixels = np.asarray(upright)
-    else:
-        pixels = resize(upright, (shape.width, shape.height), spec.resample)
+    if out_HWC is None:
+        out_HWC = np.empty((shape.height, shape.width, 3), np.uint8)
+    assert out_HWC.shape == (shape.height, shape.width, 3)
+    size = (shape.width, shape.height)
+    if upright.mode == "RGB" and upright.size != size:
+        return resize(upright, size, spec.resample, out_HWC)
+    pixels = np.asarray(upright) if upright.size == size else resize(upright, size, spec.resample)
     # Grey stays one channel until here: resizing treats channels alike, so a third of the work is enough.
-    pixels_HWC = pixels if upright.mode == "RGB" else np.repeat(pixels[:, :, None], 3, axis=2)
-    assert pixels_HWC.shape == (shape.height, shape.width, 3)
-    assert pixels_HWC.dtype == np.uint8
-    return pixels_HWC
+    out_HWC[:] = pixels if upright.mode == "RGB" else pixels[:, :, None]
+    return out_HWC
 
 
 @contextmanager

@@ -87,9 +87,8 @@ class PreparedImage:
         return self.shape.nbytes
 
     def write(self, place: Place) -> tuple[MediaItem, ...]:
-        pixels_HWC = decode_image(self.opened, self.shape, self.spec, self.resize)
-        ref, stored_HWC = place.take(pixels_HWC.shape, "uint8")
-        stored_HWC[:] = pixels_HWC
+        ref, pixels_HWC = place.take((self.shape.height, self.shape.width, 3), "uint8")
+        decode_image(self.opened, self.shape, self.spec, self.resize, pixels_HWC)
         item = MediaItem(
             modality="image",
             bytes_digest=place.bytes_digest,

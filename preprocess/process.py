@@ -13,6 +13,14 @@ from pathlib import Path
 from preprocess.protocol import PoolChannel
 
 _IMPORT_ROOT = str(Path(__file__).resolve().parent.parent)
+# Of what a picture took, glibc keeps this much for the next: given back, it comes again page by page, each
+# cleared by the kernel, which takes longer than to resize the picture.
+_KEPT_BYTES = 64 << 20
+_LARGEST_ON_HEAP = 32 << 20  # as large as glibc lets a part of its heap be
+_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
+    "MALLOC_MMAP_THRESHOLD_": str(_LARGEST_ON_HEAP),
+}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -30,7 +38,12 @@ class WorkerProcess:
                     [*command, str(theirs.fileno()), str(arena_fd), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), arena_fd),
-                    env={**os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1"), "PYTHONPATH": _import_path()},
+                    env={
+                        **_MEMORY,
+                        **os.environ,
+                        **dict.fromkeys(_THREAD_VARIABLES, "1"),
+                        "PYTHONPATH": _import_path(),
+                    },
                 )
         except OSError:
             self.channel.close()

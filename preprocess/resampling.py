@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int64, c_void_p
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,18 @@ UInt8: TypeAlias = npt.NDArray[np.uint8]
 Float64: TypeAlias = npt.NDArray[np.float64]
 ResizeChoice = Literal["auto", "pillow"]
 
-Resize: TypeAlias = Callable[[Image.Image | UInt8, tuple[int, int], Resample], UInt8]
-"""(image of mode RGB or L, (width, height), filter) → [H, W, C]."""
+
+class Resize(Protocol):
+    def __call__(
+        self,
+        image: Image.Image | UInt8,
+        size: tuple[int, int],
+        resample: Resample,
+        out: UInt8 | None = None,
+    ) -> UInt8:
+        """Image of mode RGB or L → [H, W, C] of `size` (width, height), in `out` if that is given."""
+        ...
+
 
 PILLOW_FILTERS: dict[Resample, Image.Resampling] = {
     "bicubic": Image.Resampling.BICUBIC,
@@ -40,9 +50,15 @@ BAND_ROWS = 128  # of the result at least, for a thread of its own to be worth i
 PRECISION_BITS = 22  # of a weight; bytes and signs take the other ten
 
 
-def resize_by_pillow(image: Image.Image | UInt8, size: tuple[int, int], resample: Resample) -> UInt8:
+def resize_by_pillow(
+    image: Image.Image | UInt8, size: tuple[int, int], resample: Resample, out: UInt8 | None = None
+) -> UInt8:
     image = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-    return np.asarray(image.resize(size, PILLOW_FILTERS[resample]))
+    resized = np.asarray(image.resize(size, PILLOW_FILTERS[resample]))
+    if out is None:
+        return resized
+    out[...] = resized
+    return out
 
 
 def compile_resize() -> None:
@@ -126,12 +142,21 @@ class NativeResize:
         self._resample.restype = ctypes.c_int32
         self._resample.argtypes = [c_void_p, c_void_p, c_void_p, ctypes.c_int32, c_void_p]
 
-    def __call__(self, image: Image.Image | UInt8, size: tuple[int, int], resample: Resample) -> UInt8:
+    def __call__(
+        self,
+        image: Image.Image | UInt8,
+        size: tuple[int, int],
+        resample: Resample,
+        out: UInt8 | None = None,
+    ) -> UInt8:
         pixels = np.ascontiguousarray(np.asarray(image))
         assert pixels.dtype == np.uint8
         (height, width), channels = pixels.shape[:2], 1 if pixels.ndim == 2 else pixels.shape[2]
         assert channels in (1, 3)
-        out = np.empty((size[1], size[0], *pixels.shape[2:]), np.uint8)
+        result = np.empty((size[1], size[0], *pixels.shape[2:]), np.uint8) if out is None else out
+        assert result.shape == (size[1], size[0], *pixels.shape[2:])
+        assert result.flags.c_contiguous
+        assert result.dtype == np.uint8
         source = _Image(pixels.ctypes.data, height, width, channels)
         across, down = (
             _Axis() if before == after else make_weights(before, after, resample).descriptor
@@ -146,12 +171,12 @@ class NativeResize:
             rows = down.rows(first, last) if down.taps else down
             part = source if down.taps else _rows_of(source, first, last)
             addresses = map(ctypes.addressof, (part, across, rows))
-            failed: int = self._resample(*addresses, columns_first, out[first:last].ctypes.data)
+            failed: int = self._resample(*addresses, columns_first, result[first:last].ctypes.data)
             return failed
 
         if any(self._make_bands(make, size[1])):
             raise MemoryError
-        return out
+        return result
 
     def _make_bands(self, make: Callable[[tuple[int, int]], int], num_rows: int) -> list[int]:
         """Bands of rows side by side; the C code holds no interpreter lock."""

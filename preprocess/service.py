@@ -25,8 +25,8 @@ from preprocess.pool import PreprocessPool
 from preprocess.recipes import Recipe, make_recipe
 from preprocess.single_flight import SingleFlight
 
-INLINE_TEXT_CHARS = 1 << 20
-"""Data URLs up to this size are hashed on the event loop: 0.1 ms, less than a thread takes to answer."""
+INLINE_DIGEST_BYTES = 1 << 20
+"""Up to this size content is hashed on the event loop: 0.1 ms, less than a thread takes to answer."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Preprocessor:
         if url[:5].lower() != "data:":
             return None
         digester = self.config.pool.digester
-        if len(url) <= INLINE_TEXT_CHARS:
+        if len(url) <= INLINE_DIGEST_BYTES:
             return digester.of_text(url, options)
         return await asyncio.to_thread(digester.of_text, url, options)
 
@@ -214,7 +214,7 @@ class Preprocessor:
 
     async def _digest(self, data: Buffer, options: str) -> ContentDigest:
         digester = self.config.pool.digester
-        if len(data) <= INLINE_BYTES:
+        if len(data) <= INLINE_DIGEST_BYTES:
             return digester.of_bytes(data, options)
         return await asyncio.to_thread(digester.of_bytes, data, options)
 

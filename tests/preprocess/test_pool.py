@@ -406,6 +406,23 @@ def test_workers_import_no_torch_and_run_one_thread() -> None:
     run(scenario)
 
 
+def test_a_worker_keeps_memory_for_the_next_picture() -> None:
+    """Page by page it would be fetched again, some thousand pages a picture of this size."""
+
+    async def scenario() -> None:
+        async with running(worker_module="preprocess.worker", arena_bytes=16 << 20) as pool:
+            (pid,) = pool.worker_pids()
+            faults = []
+            for seed in range(5):
+                data = encode(picture(1024, 1000, seed), "JPEG")
+                done = await pool.process(job(data, QWEN2))
+                done.lease.release()
+                faults.append(int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[7]))
+            assert faults[-1] - faults[-2] < 200
+
+    run(scenario)
+
+
 FRONT = """
 import asyncio, os, sys
 from preprocess.jobs import PoolConfig

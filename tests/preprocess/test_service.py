@@ -376,7 +376,7 @@ def test_the_loop_stays_free_while_items_are_hashed_and_decoded(monkeypatch: pyt
         async with running(num_workers=2, arena_bytes=4 << 20) as service:
             (await one(service, source(PNG))).release()
             assert threads == [threading.get_ident()]
-            images = [encode(noise(512, 512, seed=s)) for s in range(8)]
+            images = [encode(noise(640, 640, seed=s)) for s in range(8)]
             turns = 0
             tasks = [asyncio.create_task(one(service, source(data))) for data in images]
             while not all(task.done() for task in tasks):
