@@ -6,6 +6,7 @@ Shapes: T tokens of the step, R rows of the request table, M blocks of a sequenc
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -118,6 +119,7 @@ class PaddedInputs:
         self, model: PassModel, table: RequestTable, max_tokens: int, width: int, dtype: torch.dtype
     ) -> None:
         device, num_rows = table.device, table.max_sequences
+        self._kernels = table.kernels
         self.hidden_TH = torch.zeros(max_tokens, width, dtype=dtype, device=device)
         axes = model.config.num_position_axes
         self.positions_AT = torch.zeros(axes, max_tokens, dtype=table.positions.dtype, device=device)
@@ -132,6 +134,9 @@ class PaddedInputs:
     def write(
         self, hidden_TH: Tensor, positions_AT: Tensor, metadata: AttentionMetadata, num_tokens: int
     ) -> None:
+        if self._kernels is not None:
+            self._kernels.pad(self, hidden_TH, positions_AT, metadata, num_tokens)
+            return
         used, (num_rows, num_blocks) = hidden_TH.shape[0], metadata.block_tables.shape
         assert used <= num_tokens
         self.hidden_TH[:used].copy_(hidden_TH)
@@ -148,10 +153,18 @@ class PaddedInputs:
             self.gate_T1[:used].copy_(metadata.gate_T1)
             self.gate_T1[used:num_tokens].zero_()
 
-    def clear(self) -> None:
-        """Nothing but padding."""
-        for tensor in (self.hidden_TH, self.slots_T, self.starts_R, self.lengths_R):
-            tensor.zero_()
+    def clear(self, shape: PassShape) -> None:
+        """Nothing but padding, as of a step of no sequences."""
+        metadata = self.metadata(shape)
+        none = replace(
+            metadata,
+            query_starts=self.starts_R[:1],
+            sequence_lengths=self.lengths_R[:0],
+            block_tables=self.tables_RM[:0],
+            slot_mapping=self.slots_T[:0],
+            gate_T1=None if metadata.gate_T1 is None else metadata.gate_T1[:0],
+        )
+        self.write(self.hidden_TH[:0], self.positions_AT[:, :0], none, shape.num_tokens)
 
     def metadata(self, shape: PassShape) -> AttentionMetadata:
         """Of a step with every row of the table in it."""
@@ -213,6 +226,10 @@ class PaddedPasses:
     def _prepare(self, shape: PassShape) -> None:
         """Called before the inputs of a step of this shape are written."""
 
+    def clear(self, shape: PassShape) -> None:
+        """Writes the inputs of a step of nothing."""
+        self._inputs.clear(shape)
+
     def forward(self, shape: PassShape) -> Tensor:
         """Of what `run` has written, padded to `shape`, which must be one of `shapes`."""
         inputs, size = self._inputs, shape.num_tokens
@@ -258,7 +275,7 @@ class CapturedPasses(PaddedPasses):
         """Recording runs the step, which spends its input and writes the cache: so before the inputs are
         written, and with none."""
         if shape not in self._captured:
-            self._inputs.clear()
+            self.clear(shape)
             self._captured[shape] = self._record(lambda: super(CapturedPasses, self).forward(shape))
 
     def forward(self, shape: PassShape) -> Tensor:

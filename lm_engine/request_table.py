@@ -20,11 +20,12 @@ from contracts.params import SamplingParams
 from lm_engine.model import AttentionMetadata
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.random import signed_seed
+from lm_engine.table_kernels import Appended, Int32, TableKernels
 from lm_engine.transfer import to_device
 
 Int64: TypeAlias = npt.NDArray[np.int64]
-_NEVER = np.iinfo(np.int32).max  # the index from which a sequence without a picture is gated
-_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+NEVER = np.iinfo(np.int32).max  # the index from which a sequence without a picture is gated
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
 @dataclass
@@ -138,7 +139,7 @@ class HostStep:
 class RequestTable:
     """Rows live from admission to release. All writes go to the device in stream order, so a step may be
     built from tokens that the step before it has yet to draw. `gated`: it tells which tokens stand at or
-    behind the first picture of their sequence."""
+    behind the first picture of their sequence. `kernels`: do what else torch's operations do."""
 
     def __init__(
         self,
@@ -150,8 +151,10 @@ class RequestTable:
         block_size: int,
         device: torch.device,
         gated: bool = False,
+        kernels: TableKernels | None = None,
     ) -> None:
         self.device = device
+        self.kernels = kernels
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.max_length = max_length
@@ -166,10 +169,10 @@ class RequestTable:
         self.position_delta = torch.zeros(max_sequences, dtype=torch.float32, device=device)
         self.seed = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self.floats = torch.zeros(max_sequences, len(_FLOATS), dtype=torch.float32, device=device)
+        self.floats = torch.zeros(max_sequences, len(FLOATS), dtype=torch.float32, device=device)
         self.gated_from: Tensor | None = None
         if gated:
-            self.gated_from = torch.full((max_sequences,), _NEVER, dtype=torch.int32, device=device)
+            self.gated_from = torch.full((max_sequences,), NEVER, dtype=torch.int32, device=device)
 
     def turn_over(self, released: Sequence[int], admissions: Sequence[Admission]) -> None:
         """Frees and takes slots, on the host only: whatever fails later in the step, slots are as the plan
@@ -188,6 +191,17 @@ class RequestTable:
                 None if self.gated_from is None else admission.gated_from,
             )
 
+    def write(self, admissions: Sequence[Admission], sequences: Sequence[SequenceStep]) -> None:
+        """`write_admissions`, then `append_blocks`."""
+        if self.kernels is None:
+            self.write_admissions(admissions)
+            self.append_blocks(admissions, sequences)
+            return
+        tokens = [self._checked_tokens(admission) for admission in admissions]
+        appended = self._append(admissions, sequences)
+        if tokens or appended:
+            self.kernels.write(self, admissions, tokens, appended)
+
     def write_admissions(self, admissions: Sequence[Admission]) -> None:
         """Writes everything but the blocks, which `append_blocks` brings."""
         if not admissions:
@@ -201,13 +215,19 @@ class RequestTable:
             target[slots] = column
         deltas = np.array([a.position_delta for a in admissions], dtype=np.float32)
         self.position_delta[slots] = self.to_device(deltas)
-        floats = [_float_params(a.sampling) for a in admissions]
+        floats = [float_params(a.sampling) for a in admissions]
         self.floats[slots] = self.to_device(np.array(floats, dtype=np.float32))
         if self.gated_from is not None:
-            gated = [_NEVER if a.gated_from is None else a.gated_from for a in admissions]
+            gated = [NEVER if a.gated_from is None else a.gated_from for a in admissions]
             self.gated_from[slots] = self.to_device(np.array(gated, dtype=np.int32))
 
     def _write_tokens(self, admission: Admission) -> None:
+        slot, tokens = admission.slot, self._checked_tokens(admission)
+        self.token_ids[slot, : len(tokens)] = self.to_device(tokens)
+        positions = self.to_device(admission.positions_AL.astype(np.float32))
+        self.positions[:, slot, : admission.num_prompt_tokens] = positions
+
+    def _checked_tokens(self, admission: Admission) -> Int32:
         slot, num_prompt, num_tokens = admission.slot, admission.num_prompt_tokens, len(admission.token_ids)
         assert 0 <= slot < self.max_sequences, f"slot {slot} of {self.max_sequences}"
         assert 0 < num_prompt <= num_tokens <= self.max_length + 1
@@ -216,23 +236,30 @@ class RequestTable:
         tokens = np.frombuffer(array("i", admission.token_ids), dtype=np.int32)
         assert tokens.min() >= 0, "a token id is negative"
         assert tokens.max() < self.vocab_size, "a token id is outside the vocabulary"
-        self.token_ids[slot, :num_tokens] = self.to_device(tokens)
-        positions = self.to_device(admission.positions_AL.astype(np.float32))
-        self.positions[:, slot, :num_prompt] = positions
+        return tokens
 
     def append_blocks(self, admissions: Sequence[Admission], sequences: Sequence[SequenceStep]) -> None:
         """Appends the blocks of admissions, then those of the step's sequences."""
-        entries: list[tuple[int, int, int]] = []
-        appended = [(a.slot, a.block_ids) for a in admissions]
-        appended += [(s.slot, s.new_block_ids) for s in sequences if s.new_block_ids]
-        for slot, block_ids in appended:
-            row = self.rows[slot]
-            entries += [(slot, row.num_blocks + i, block) for i, block in enumerate(block_ids)]
-            row.num_blocks += len(block_ids)
-            assert row.num_blocks <= self.block_tables.shape[1], f"block table of slot {slot} is full"
+        entries = [
+            (slot, first_column + i, block)
+            for slot, first_column, block_ids in self._append(admissions, sequences)
+            for i, block in enumerate(block_ids)
+        ]
         if entries:
             slots, columns, blocks = self.to_device(np.array(entries, dtype=np.int64).T.copy()).unbind(0)
             self.block_tables[slots, columns] = blocks.int()
+
+    def _append(self, admissions: Sequence[Admission], sequences: Sequence[SequenceStep]) -> list[Appended]:
+        """On the host's side."""
+        bringing = [(a.slot, a.block_ids) for a in admissions if a.block_ids]
+        bringing += [(s.slot, s.new_block_ids) for s in sequences if s.new_block_ids]
+        appended = []
+        for slot, block_ids in bringing:
+            row = self.rows[slot]
+            appended.append(Appended(slot, row.num_blocks, block_ids))
+            row.num_blocks += len(block_ids)
+            assert row.num_blocks <= self.block_tables.shape[1], f"block table of slot {slot} is full"
+        return appended
 
     def step_inputs(self, sequences: Sequence[SequenceStep]) -> StepInputs:
         """Gathers the step's tokens, positions and block addresses; no work per token on the host's side of a
@@ -243,6 +270,8 @@ class RequestTable:
         query_starts = np.concatenate([np.zeros(1, dtype=np.int64), counts_R.cumsum()])
         samples_R = np.array([s.samples for s in sequences])
         step = HostStep(slots_R, starts_R, counts_R, query_starts, samples_R, self.is_gated(sequences))
+        if self.kernels is not None:
+            return self.kernels.gather(self, step)
         return self.gather_on_host(step) if self.device.type == "cpu" else self.gather_on_device(step)
 
     def gather_on_device(self, step: HostStep) -> StepInputs:
@@ -327,13 +356,22 @@ class RequestTable:
         return plain_from is not None and next_index >= plain_from
 
     def write_sampled(self, inputs: SampledRows, token_S: Tensor) -> None:
-        self.token_ids[inputs.slots_S, inputs.next_index_S] = token_S.int()
+        if self.kernels is None:
+            self.token_ids[inputs.slots_S, inputs.next_index_S] = token_S.int()
+        else:
+            self.kernels.write_sampled(self, inputs, token_S)
         self.note_sampled(inputs)
 
     def note_sampled(self, inputs: SampledRows) -> None:
         """For a sampler that writes its tokens into the table itself."""
         for slot, index in zip(inputs.host_slots_S, inputs.host_next_index_S, strict=True):
             self.rows[slot].num_known_tokens = index + 1
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """So that no step waits for a kernel to be compiled or loaded. On the thread of the steps."""
+        if self.kernels is not None:
+            self.kernels.rehearse(self)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
@@ -368,7 +406,7 @@ def _last_position(admission: Admission) -> float:
     return float(positions_AL.max())
 
 
-def _float_params(sampling: SamplingParams) -> tuple[float, ...]:
+def float_params(sampling: SamplingParams) -> tuple[float, ...]:
     return (
         sampling.temperature,
         sampling.top_p,

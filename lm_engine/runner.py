@@ -36,6 +36,7 @@ from lm_engine.plan import (
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler
 from lm_engine.sampler import Logprobs, Sampled
+from lm_engine.table_kernels import make_table_kernels
 from lm_engine.transfer import moved, stream_entry
 
 
@@ -94,6 +95,7 @@ class Runner:
             max_length=max_length,
             block_size=kv.block_size,
             device=model.device,
+            kernels=make_table_kernels(model.device, attention),
             gated=model.config.picture_adapter is not None,
         )
         self._sample = RowSampler(self.table, rule)
@@ -120,6 +122,7 @@ class Runner:
         """Captures all graphs now rather than on first use; returns their number. Blocks for seconds.
         `compiled`: their kernels are in Triton's cache, so that threads would only get into each other's
         way."""
+        self._launcher.submit(self.table.rehearse).result()
         graphs, passes = self._graphs, self._passes
         if graphs is None or passes is None:
             return 0
@@ -136,6 +139,7 @@ class Runner:
         for a start that requests wait for, of kernels that are compiled. False: there are no graphs. Once,
         and not beside other ranks, who would have to capture in the same order."""
         assert self._backlog is None
+        self._launcher.submit(self.table.rehearse).result()
         self._backlog = capture_later(self._launcher, self._graphs, self._passes)
         return self._backlog is not None
 
@@ -183,11 +187,10 @@ class Runner:
             if self._decodes.takes(plan):
                 return self._queue(self._decodes, plan)
             self._decodes.settle()  # what follows is done on this thread
-        self.table.write_admissions(plan.admissions)
         self._copy_blocks(plan.block_copies)
         if self._graphs is not None and takes(self._graphs, plan):
             return self._replay(self._graphs, plan)
-        self.table.append_blocks(plan.admissions, plan.sequences)
+        self.table.write(plan.admissions, plan.sequences)
         if not plan.sequences:
             return LaunchedStep(plan.step_id, (), (), None, None)
         inputs = self.table.step_inputs(plan.sequences)

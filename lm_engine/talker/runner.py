@@ -24,6 +24,7 @@ from lm_engine.random import signed_seed
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
 from lm_engine.row_sampler import RowSampler, needs_of
 from lm_engine.sampler import RowParams, sample
+from lm_engine.table_kernels import make_table_kernels
 from lm_engine.talker.graphs import (
     GROUP_SEED,
     PROMPT_ROWS,
@@ -72,6 +73,7 @@ class TalkerRunner:
             max_length=max_length,
             block_size=kv.block_size,
             device=model.device,
+            kernels=make_table_kernels(model.device, model.attention),
         )
         model.reserve(max_sequences)
         frames = (max_sequences + 1, config.num_code_groups)  # the last is scratch, for padding rows
@@ -126,6 +128,7 @@ class TalkerRunner:
         """Speaks a frame after a prompt of few rows, then after one too long for graphs, to nobody: what a
         device compiles, loads or sets up on first use is not left to a request, whose step all others would
         wait for. Nothing of it remains but in the scratch block."""
+        self._launcher.submit(self.table.rehearse).result()
         for num_rows in (PROMPT_ROWS[0], PROMPT_ROWS[-1] + 1):
             for plan in self._rehearsal(min(num_rows, self.table.max_length - 1)):
                 self.submit(plan).result()
@@ -160,8 +163,7 @@ class TalkerRunner:
     @torch.inference_mode()
     def _launch(self, plan: TalkerPlan) -> _Launched:
         self.table.turn_over(plan.released_slots, plan.admissions)
-        self.table.write_admissions(plan.admissions)
-        self.table.append_blocks(plan.admissions, plan.sequences)
+        self.table.write(plan.admissions, plan.sequences)
         drawn = self._draw_by_graphs(plan) if self._takes(plan) else self._draw_plainly(plan)
         if drawn is None:
             return _Launched(plan.step_id, (), None)

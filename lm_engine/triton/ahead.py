@@ -19,6 +19,7 @@ from lm_engine.request_table import RequestTable
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.talker.model import TalkerModel
 from lm_engine.triton.launch import Launch, recording
+from lm_engine.triton.table import TritonTable
 
 META = torch.device("meta")
 _NUM_BLOCKS = 2  # of a cache that is never read
@@ -82,7 +83,9 @@ def decoder_launches(
             decodes.run_once(kind)
         passes = PaddedPasses(model, model.attention, kv, table)
         for shape in passes.shapes:
+            passes.clear(shape)
             passes.forward(shape)
+        table.rehearse()
     return list(launches.values())
 
 
@@ -102,7 +105,9 @@ def talker_launches(
             frames.run_once(size)
         passes = PaddedPasses(PromptModel(model), model.attention, kv, table, MAX_PROMPT_ROWS)
         for shape in passes.shapes:
+            passes.clear(shape)
             passes.forward(shape)
+        table.rehearse()
     return list(launches.values())
 
 
@@ -122,5 +127,6 @@ def _memory(
         block_size=block_size,
         device=META,
         gated=config.picture_adapter is not None,
+        kernels=TritonTable(),
     )
     return table, allocate_kv(config, _NUM_BLOCKS, block_size, dtype, META, kv_dtype)

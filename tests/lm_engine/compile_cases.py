@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import triton
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction
 import lm_engine.triton.launch
 import lm_engine.triton.linear
 import vocoder.kernels
+from contracts.params import SamplingParams
 from lm_engine.attention.triton import TritonAttention
 from lm_engine.attention.walks import Walks
 from lm_engine.decoder import Decoder
@@ -29,8 +31,9 @@ from lm_engine.gpu_target import GpuTarget, assuming
 from lm_engine.graphs import BATCH_SIZES
 from lm_engine.layers.kernels import HeadShape, QKNorm
 from lm_engine.memory import allocate_kv
-from lm_engine.model import DecoderConfig, KVDtype, MoeConfig, RopeConfig
-from lm_engine.passes import TOKEN_SIZES, PaddedPasses
+from lm_engine.model import AdapterRanks, DecoderConfig, KVDtype, MoeConfig, RopeConfig
+from lm_engine.passes import TOKEN_SIZES, PaddedInputs, PaddedPasses, PassShape
+from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable
 from lm_engine.talker.graphs import BATCH_SIZES as FRAME_SIZES
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
@@ -39,6 +42,7 @@ from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.packed import attend_packed
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
+from lm_engine.triton.table import TritonTable
 from model_families.checkpoint import read_config
 from model_families.qwen2_5_vl.decoder import decoder_config as qwen2_5_vl_config
 from model_families.qwen3_omni_moe import talker as omni_talker
@@ -125,6 +129,8 @@ def table_of(config: DecoderConfig, max_sequences: int, max_length: int) -> Requ
         max_length=max_length,
         block_size=BLOCK_SIZE,
         device=META,
+        gated=config.picture_adapter is not None,
+        kernels=TritonTable(),
     )
 
 
@@ -152,9 +158,11 @@ def run_steps(
         hidden_RH = model.embed(buffers.token_ids_R)
         hidden_RH = model.forward(hidden_RH, buffers.positions_AR, kv, model.attention, buffers.metadata)
         draw(model.logits(hidden_RH), buffers, table, arrivals_R)
+    table.rehearse()
     passes = PaddedPasses(model, model.attention, kv, table)
     for shape in passes.shapes:
         if shape.num_tokens in tokens:
+            passes.clear(shape)
             passes.forward(shape)
 
 
@@ -175,9 +183,11 @@ def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...])
     )
     for batch in batches:
         frames._capture(batch)
+    table.rehearse()
     passes = PaddedPasses(PromptModel(model), model.attention, kv, table, MAX_PROMPT_ROWS)
     for shape in passes.shapes:
         if shape.num_tokens in prompts:
+            passes.clear(shape)
             passes.forward(shape)
 
 
@@ -237,6 +247,55 @@ def test_mixed_steps_of_all_sizes_share_a_kernel(compiled, way):
     names = [kernel.name for kernel in compiled.values()]
     assert len(names) == len(set(names))
     check(compiled, *names_of[way], "rope_heads")
+
+
+def prompts(lengths: tuple[int, ...], gated: bool) -> tuple[list[Admission], list[SequenceStep]]:
+    """Each with a token more, which brings its block if it needs one."""
+    admissions = [
+        Admission(
+            slot,
+            [1] * (n + 1),
+            n,
+            np.zeros((1, n)),
+            0,
+            SamplingParams(),
+            5,
+            (1,) * -(-n // BLOCK_SIZE),
+            gated_from=0 if gated else None,
+        )
+        for slot, n in enumerate(lengths)
+    ]
+    steps = [
+        SequenceStep(slot, 0, n + 1, (2,) if n % BLOCK_SIZE == 0 else (), True)
+        for slot, n in enumerate(lengths)
+    ]
+    return admissions, steps
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_steps_of_all_sizes_share_what_moves_their_inputs(compiled, gated):
+    """What is rehearsed serves them, whatever their numbers of tokens, rows and blocks."""
+    config = tiny_config(num_layers=1, picture_adapter=AdapterRanks(q=2) if gated else None)
+    model, table = Decoder(config, Shapes(), TritonKernels(META)), table_of(config, 64, 8192)
+    table.rehearse()
+    padded = PaddedInputs(model, table, 2048, config.hidden_size, DTYPE)
+    for with_gate in {False, gated}:
+        padded.clear(PassShape(16, 8192, with_gate))
+    rehearsed = set(compiled)
+    check(compiled, "write_rows", "gather_inputs", "pad_inputs", "write_tokens")
+    assert len(rehearsed) == 4 + gated
+    for lengths in ((1,), (33, 1, 16), (1, 1, 1, 1), (700, 32), (129,) * 7):
+        admissions, steps = prompts(lengths, gated)
+        table.turn_over(list(table.rows), admissions)
+        table.write(admissions, steps)
+        inputs = table.step_inputs(steps)
+        num_tokens = inputs.token_ids_T.shape[0]
+        hidden_TH = torch.empty(num_tokens, config.hidden_size, device=META, dtype=DTYPE)
+        padded.write(hidden_TH, inputs.positions_AT, inputs.metadata, 1024)
+        codes_SQ = torch.empty(len(lengths), 16, dtype=torch.int64, device=META)
+        for token_S in (inputs.slots_S, codes_SQ[:, 0]):
+            table.write_sampled(inputs, token_S)
+    assert set(compiled) == rehearsed
 
 
 def test_packed_attention(compiled):

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 CASES = [
     HERE / "triton_cases.py",
     HERE / "walk_cases.py",
+    HERE / "table_cases.py",
     HERE / "talker" / "graph_cases.py",
     HERE.parent / "vocoder" / "kernel_cases.py",
 ]
