@@ -188,9 +188,9 @@ class Coordinator:
             self._tell(attempt, vocoder, request.speech.vocode(attempt.id))
             self._tell(attempt, talker, request.speech.speak(attempt.id, message.prompt))
             self._grant(request, request.speech.grant_again(attempt.id))
-        self._tell(attempt, choice.replica, message)
         if self._encode_ahead and request.num_attempts == 1:
-            self._media.encode_new(attempt)
+            self._media.encode_new(attempt)  # first: the encoder has the most to do
+        self._tell(attempt, choice.replica, message)
         if message.forced is None:
             for sample in set(range(message.sampling.n)) - request.open_samples:
                 self._send(choice.replica, StopSample(attempt.id, sample))

@@ -37,8 +37,8 @@ class MediaLending:
 
     def encode_new(self, attempt: Attempt) -> None:
         """Begins with what nobody has seen before the language model asks for it, which takes a step and two
-        messages. It is asked for all the same: embeddings that come before that are passed over, and the
-        second order finds them in the encoder's cache or on their way."""
+        messages. It is asked for all the same: embeddings that come before that, or before the request, are
+        passed over, and the second order finds them in the encoder's cache or on their way."""
         for index, handle in enumerate(attempt.request.media):
             if handle.is_new:
                 self.encode(attempt, index)

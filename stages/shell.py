@@ -238,11 +238,8 @@ class StageShell:
             took_s = time.monotonic() - self.step_started_s
             self._step_times.add(took_s)
             self._busy_s += took_s
-            if batch.messages:
-                self._emit(batch.messages)
             sending_since_s = time.monotonic()
-            for target, chunks in _by_target(batch.chunks).items():
-                await self._send_all(target, chunks)
+            await self._hand_out(batch)
             self._sending_s += time.monotonic() - sending_since_s
             self.step_started_s = None
             self._report_stats(force=False)
@@ -262,16 +259,27 @@ class StageShell:
                 sender.forget(request_id)
         self._cancelled.clear()
 
-    async def _send_all(self, target: str, chunks: list[Chunk]) -> None:
+    async def _hand_out(self, batch: StepResultBatch) -> None:
+        """What a stage in this process can have at once comes before the messages, which wake the thread that
+        sends them: all threads take turns at the interpreter, and that stage has a step to plan."""
+        left = [
+            (target, self._send_now(target, chunks)) for target, chunks in _by_target(batch.chunks).items()
+        ]
+        if batch.messages:
+            self._emit(batch.messages)
+        for target, chunks in left:
+            for chunk in chunks:
+                await self._send(target, chunk)
+                self._logic.sent(chunk)
+
+    def _send_now(self, target: str, chunks: list[Chunk]) -> list[Chunk]:
+        """Returns those that have to wait."""
         num_sent = 0
-        if len(chunks) > 1:
-            with contextlib.suppress(PeerLost):  # told of each chunk that is lost by it
-                num_sent = self._senders[target].send_now(chunks)
+        with contextlib.suppress(PeerLost):  # told of each chunk that is lost by it
+            num_sent = self._senders[target].send_now(chunks)
         for chunk in chunks[:num_sent]:
             self._logic.sent(chunk)
-        for chunk in chunks[num_sent:]:
-            await self._send(target, chunk)
-            self._logic.sent(chunk)
+        return chunks[num_sent:]
 
     async def _send(self, target: str, chunk: Chunk) -> None:
         try:

@@ -164,7 +164,7 @@ def test_what_is_new_is_encoded_at_once_and_given_back_when_all_orders_are_done(
         graph, new, known = Graph(), FakeMedia(is_new=True), FakeMedia()
         answer = graph.start(new, known)
         await settle()
-        (_, generate), (stage, order) = graph.take()
+        (stage, order), (_, generate) = graph.take()
         assert isinstance(generate, Generate)
         assert (stage, order.item_index, order.item.features) == ("vision", 0, REF)
         graph.coordinator.dispatch([EmbeddingsNeeded("r", (0,))])
