@@ -7,6 +7,7 @@ import binascii
 from urllib.parse import unquote
 
 from contracts.errors import MediaError, MediaTooLarge
+from preprocess.base64 import decode_plain, is_compiled
 
 _SLICE_CHARS = 1 << 20  # a few milliseconds of base64 decoding, which holds the interpreter lock
 _WHITESPACE = b" \t\r\n\v\f"
@@ -18,6 +19,21 @@ def decode_data_url(url: str, max_bytes: int) -> bytearray:
     """Extra parameters, any case, whitespace, the URL-safe alphabet, percent-encoding and missing padding are
     accepted; the declared media type is ignored (the content decides). Raises MediaError, MediaTooLarge.
     """
+    text, start = _payload(url)
+    data = _decode_plain(text, start, max_bytes) or _decode_base64(text, start, max_bytes)
+    if not data:
+        raise MediaError("the data URL is empty: there is no data after the comma")
+    return data
+
+
+def decode_quickly(url: str, max_bytes: int) -> bytearray | None:
+    """`decode_data_url` where that takes a tenth of a millisecond a megabyte: of a payload without anything
+    unusual, if base64 is decoded in C. None for any other, errors of the payload among them."""
+    return _decode_plain(*_payload(url), max_bytes) if is_compiled() else None
+
+
+def _payload(url: str) -> tuple[str, int]:
+    """A text and where in it base64 begins. Raises MediaError for another header."""
     comma = url.find(",", 0, _HEADER_CHARS)
     if comma < 0:
         raise MediaError("the data URL has no comma; expected data:<type>;base64,<data>")
@@ -26,23 +42,18 @@ def decode_data_url(url: str, max_bytes: int) -> bytearray:
         raise MediaError("the data URL lacks ';base64'; only data:<type>;base64,<data> is supported")
     start = comma + 1
     if url.find("%", start) >= 0:
-        url, start = unquote(url[start:], errors="replace"), 0
-    data = _decode_plain(url, start, max_bytes) or _decode_base64(url, start, max_bytes)
-    if not data:
-        raise MediaError("the data URL is empty: there is no data after the comma")
-    return data
+        return unquote(url[start:], errors="replace"), 0
+    return url, start
 
 
 def _decode_plain(text: str, start: int, max_bytes: int) -> bytearray | None:
     """What almost all clients send, in one pass: no other alphabet, nothing between the characters. None: it
-    is not that, or too long for one pass."""
-    if len(text) - start > _SLICE_CHARS:
+    is not that, or empty, or too long (for one pass of the interpreter's, or at all)."""
+    num_chars = len(text) - start
+    if num_chars // 4 * 3 > max_bytes + 3 or (num_chars > _SLICE_CHARS and not is_compiled()):
         return None
-    try:
-        decoded = binascii.a2b_base64(text[start:], strict_mode=True)
-    except ValueError:  # binascii.Error is one, too
-        return None
-    return bytearray(decoded) if len(decoded) <= max_bytes else None
+    decoded = decode_plain(text, start)
+    return decoded if decoded and len(decoded) <= max_bytes else None
 
 
 def _decode_base64(text: str, start: int, max_bytes: int) -> bytearray:

@@ -20,11 +20,14 @@ from contracts.errors import MediaError, MediaFetchError, MediaTooLarge, TooMany
 from contracts.media import MediaSource
 from contracts.specs import MediaLimits
 from preprocess.addresses import Resolver, system_resolver
-from preprocess.data_url import decode_data_url
+from preprocess.data_url import decode_data_url, decode_quickly
 from preprocess.http_fetch import HttpFetcher
 
 INLINE_BYTES = 128 << 10
 """Payloads up to this size are handled on the event loop (well under a millisecond), above in a thread."""
+
+INLINE_COMPILED_CHARS = 1 << 20
+"""Of a data URL that is decoded in C: 0.15 ms, less than a thread takes to answer."""
 
 DECODING_THREADS = 2
 """Decoding base64 holds the interpreter lock, so that more threads decode no more, only all at once: of 32
@@ -89,6 +92,10 @@ class Fetcher:
     async def _data(self, url: str) -> Buffer:
         if len(url) <= INLINE_BYTES:
             return decode_data_url(url, self._limits.max_item_bytes)
+        if len(url) <= INLINE_COMPILED_CHARS:
+            data = decode_quickly(url, self._limits.max_item_bytes)
+            if data is not None:
+                return data
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._decoders, decode_data_url, url, self._limits.max_item_bytes)
 

@@ -9,21 +9,26 @@ materialize:  the pool again, for an indexed item whose features turn out to be 
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 
 import msgspec
 
+from contracts.compilation import BuildError
 from contracts.digests import Buffer, ContentDigest
 from contracts.errors import BadRequest, EngineError, OmnistageError
 from contracts.media import MediaItem, MediaSource
 from contracts.specs import MediaSpecs
 from preprocess.addresses import Resolver, system_resolver
+from preprocess.base64 import compile_base64
 from preprocess.fetch import INLINE_BYTES, Fetcher
 from preprocess.index import LRU, MediaIndex
 from preprocess.jobs import MediaJob, PoolConfig, ProcessedMedia, ProcessedSource
 from preprocess.pool import PreprocessPool
 from preprocess.recipes import Recipe, make_recipe
 from preprocess.single_flight import SingleFlight
+
+logger = logging.getLogger(__name__)
 
 INLINE_DIGEST_BYTES = 1 << 20
 """Up to this size content is hashed on the event loop: 0.1 ms, less than a thread takes to answer."""
@@ -102,6 +107,10 @@ class Preprocessor:
         self._flights: dict[ContentDigest, _Flight] = {}
 
     async def start(self) -> None:
+        try:
+            await asyncio.to_thread(compile_base64)
+        except BuildError as error:
+            logger.info("base64 is decoded by the interpreter: %s", error)
         await self.pool.start()
 
     async def close(self) -> None:

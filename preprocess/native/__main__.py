@@ -1,9 +1,10 @@
-"""Compiles the workers' C code at set-up."""
+"""Compiles the C code at set-up."""
 
 from __future__ import annotations
 
 from contracts.compilation import cache_directory
-from preprocess.native import RESAMPLE
+from preprocess.native import BASE64, RESAMPLE
 
 if __name__ == "__main__":
-    print(RESAMPLE.build(cache_directory()))
+    for library in (RESAMPLE, BASE64):
+        print(library.build(cache_directory()))

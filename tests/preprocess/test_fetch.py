@@ -179,6 +179,7 @@ def test_payloads_that_come_together_are_decoded_one_after_another(monkeypatch: 
             return decoded
 
         monkeypatch.setattr(fetch_module, "decode_data_url", recording)
+        monkeypatch.setattr(fetch_module, "decode_quickly", lambda url, max_bytes: None)
         async with Fetcher(MediaLimits()) as fetcher:
             sizes = [(1 << 18) + 3 * index for index in range(8)]
             sources = [MediaSource("image", data_url(b"x" * size)) for size in sizes]

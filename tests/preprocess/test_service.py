@@ -270,6 +270,7 @@ def test_a_large_picture_that_comes_several_times_at_once_is_decoded_from_base64
         return decode_data_url(url, max_bytes)
 
     monkeypatch.setattr(fetch, "decode_data_url", watched)
+    monkeypatch.setattr(fetch, "decode_quickly", lambda url, max_bytes: None)
 
     async def scenario() -> None:
         async with running() as service:
