@@ -360,11 +360,11 @@ class RequestTable:
             self.token_ids[inputs.slots_S, inputs.next_index_S] = token_S.int()
         else:
             self.kernels.write_sampled(self, inputs, token_S)
-        self.note_sampled(inputs)
+        self.note_sampled(inputs.host_slots_S, inputs.host_next_index_S)
 
-    def note_sampled(self, inputs: SampledRows) -> None:
+    def note_sampled(self, slots: Sequence[int], next_index: Sequence[int]) -> None:
         """For a sampler that writes its tokens into the table itself."""
-        for slot, index in zip(inputs.host_slots_S, inputs.host_next_index_S, strict=True):
+        for slot, index in zip(slots, next_index, strict=True):
             self.rows[slot].num_known_tokens = index + 1
 
     @torch.inference_mode()

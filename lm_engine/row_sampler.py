@@ -6,29 +6,100 @@ Shapes: S sampling rows, V vocabulary, P of the S rows with penalties, L history
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from contracts.params import SamplingParams
 from lm_engine.logits_rule import History, LogitsRule
+from lm_engine.model import AttentionBackend
 from lm_engine.request_table import RequestTable, SampledRows
-from lm_engine.sampler import Adjustments, LogprobsWanted, Needs, Penalties, RowParams, Sampled, sample
+from lm_engine.sampler import (
+    Adjustments,
+    AskedRows,
+    LogitChange,
+    LogprobsWanted,
+    Penalties,
+    RowParams,
+    Sampled,
+    needs_of,
+    sample,
+)
+
+
+class RowDraws(Protocol):
+    """The same by kernels of the device's own."""
+
+    def __call__(self, asked: AskedRows, logits_SV: Tensor) -> Sampled:
+        """Spends `logits_SV` (float32); the tokens are in the table then."""
+        ...
+
+    def rehearse(self) -> None:
+        """Compiles what it will launch."""
+        ...
+
+
+def make_draws(table: RequestTable, attention: AttentionBackend) -> RowDraws | None:
+    """Those that go with Triton's attention on a GPU; None: the plain sampler draws."""
+    if table.device.type != "cuda" or attention.name != "triton":
+        return None
+    from lm_engine.triton.sampling import TritonDraws
+
+    return TritonDraws(table)
 
 
 class RowSampler:
-    """Borrows the table."""
+    """Borrows the table, and writes to it what it draws. `draws`: in place of the plain sampler."""
 
-    def __init__(self, table: RequestTable, rule: LogitsRule | None = None) -> None:
+    def __init__(
+        self, table: RequestTable, rule: LogitsRule | None = None, draws: RowDraws | None = None
+    ) -> None:
         self.table = table
         self._rule = rule
+        self._draws = draws
 
     def __call__(self, inputs: SampledRows, logits_SV: Tensor) -> Sampled:
         """Spends `logits_SV` (float32)."""
-        rows = [self.table.rows[slot] for slot in inputs.host_slots_S]
-        params = [row.sampling for row in rows]
+        params = [self.table.rows[slot].sampling for slot in inputs.host_slots_S]
         if self._rule is not None:
             logits_SV = self._ruled(self._rule, inputs, logits_SV, params)
+        if self._draws is not None:
+            sampled = self._draws(self._asked(inputs.host_slots_S, inputs.host_next_index_S), logits_SV)
+            self.table.note_sampled(inputs.host_slots_S, inputs.host_next_index_S)
+            return sampled
+        sampled = self._sample_plainly(inputs, logits_SV, params)
+        self.table.write_sampled(inputs, sampled.token_R)
+        return sampled
+
+    def draw(self, slots: Sequence[int], next_index: Sequence[int], logits_SV: Tensor) -> Sampled:
+        """The same of rows that only the host has listed, where there is no rule."""
+        assert self._rule is None
+        if self._draws is not None:
+            sampled = self._draws(self._asked(slots, next_index), logits_SV)
+            self.table.note_sampled(slots, next_index)
+            return sampled
+        slots_S, next_index_S = self.table.to_device(np.array([slots, next_index], dtype=np.int64)).unbind(0)
+        rows = SampledRows(
+            slots_S=slots_S,
+            next_index_S=next_index_S,
+            host_slots_S=tuple(slots),
+            host_next_index_S=tuple(next_index),
+        )
+        return self(rows, logits_SV)
+
+    def rehearse(self) -> None:
+        """What is compiled on first use is compiled now."""
+        if self._draws is not None:
+            self._draws.rehearse()
+
+    def _asked(self, slots: Sequence[int], next_index: Sequence[int]) -> AskedRows:
+        params = [self.table.rows[slot].sampling for slot in slots]
+        return AskedRows(slots, next_index, params, self._changes(slots, next_index))
+
+    def _sample_plainly(
+        self, inputs: SampledRows, logits_SV: Tensor, params: list[SamplingParams]
+    ) -> Sampled:
         temperature_S, top_p_S, min_p_S, *_ = self.table.floats[inputs.slots_S].unbind(1)
         row_params = RowParams(
             temperature_R=temperature_S,
@@ -68,24 +139,25 @@ class RowSampler:
 
     def adjustments(self, slots: Sequence[int], next_index: Sequence[int]) -> Adjustments | None:
         """Biased tokens, and ends that are forbidden still."""
-        entries: list[tuple[int, int]] = []
-        values: list[float] = []
+        changes = self._changes(slots, next_index)
+        if not changes:
+            return None
+        rows, tokens, values = zip(*changes, strict=True)
+        rows_E, tokens_E = self.table.to_device(np.array([rows, tokens], dtype=np.int64)).unbind(0)
+        return Adjustments(rows_E, tokens_E, self.table.to_device(np.array(values, dtype=np.float32)))
+
+    def _changes(self, slots: Sequence[int], next_index: Sequence[int]) -> list[LogitChange]:
+        changes: list[LogitChange] = []
         for i, slot in enumerate(slots):
             row = self.table.rows[slot]
-            bias = row.sampling.logit_bias
-            entries += [(i, token) for token, _ in bias]
-            values += [value for _, value in bias]
+            changes += [LogitChange(i, token, value) for token, value in row.sampling.logit_bias]
             if next_index[i] - row.num_prompt_tokens < row.sampling.min_tokens:
                 forbidden = {*row.stop_token_ids, *row.sampling.stop_token_ids}
-                entries += [(i, token) for token in forbidden]
-                values += [-np.inf] * len(forbidden)
-        if not entries:
-            return None
-        pairs = np.array(entries, dtype=np.int64)
-        assert pairs[:, 1].min() >= 0
-        assert pairs[:, 1].max() < self.table.vocab_size, "a biased token is outside the vocabulary"
-        rows, tokens = self.table.to_device(pairs.T.copy()).unbind(0)
-        return Adjustments(rows, tokens, self.table.to_device(np.array(values, dtype=np.float32)))
+                changes += [LogitChange(i, token, -np.inf) for token in forbidden]
+        assert all(0 <= change.token < self.table.vocab_size for change in changes), (
+            "a biased token is outside the vocabulary"
+        )
+        return changes
 
     def _penalties(self, inputs: SampledRows, params: list[SamplingParams]) -> Penalties | None:
         penalised = [i for i, p in enumerate(params) if p.has_penalties]
@@ -111,14 +183,3 @@ class RowSampler:
             return None
         rows = self.table.to_device(np.array([i for i, _ in wanting], dtype=np.int64))
         return LogprobsWanted(rows, max(num_top for _, num_top in wanting))
-
-
-def needs_of(params: list[SamplingParams]) -> Needs:
-    drawn = [p for p in params if not p.greedy]
-    return Needs(
-        random=bool(drawn),
-        max_top_k=max((p.top_k for p in drawn), default=0),
-        top_p=any(p.top_p < 1.0 for p in drawn),
-        nucleus_of_all=any(p.top_p < 1.0 and not p.top_k for p in drawn),
-        min_p=any(p.min_p > 0.0 for p in drawn),
-    )

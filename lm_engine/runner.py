@@ -33,8 +33,8 @@ from lm_engine.plan import (
     StepPlan,
     StepResult,
 )
-from lm_engine.request_table import RequestTable, SampledRows, StepInputs
-from lm_engine.row_sampler import RowSampler
+from lm_engine.request_table import RequestTable, StepInputs
+from lm_engine.row_sampler import RowSampler, make_draws
 from lm_engine.sampler import Logprobs, Sampled
 from lm_engine.table_kernels import make_table_kernels
 from lm_engine.transfer import moved, stream_entry
@@ -98,7 +98,7 @@ class Runner:
             kernels=make_table_kernels(model.device, attention),
             gated=model.config.picture_adapter is not None,
         )
-        self._sample = RowSampler(self.table, rule)
+        self._sample = RowSampler(self.table, rule, make_draws(self.table, attention))
         self._copies = HostCopies(model.device)
         self._graphs: DecodeGraphs | None = None
         self._passes: MixedPasses | None = None
@@ -122,7 +122,7 @@ class Runner:
         """Captures all graphs now rather than on first use; returns their number. Blocks for seconds.
         `compiled`: their kernels are in Triton's cache, so that threads would only get into each other's
         way."""
-        self._launcher.submit(self.table.rehearse).result()
+        self._launcher.submit(self._rehearse).result()
         graphs, passes = self._graphs, self._passes
         if graphs is None or passes is None:
             return 0
@@ -139,12 +139,17 @@ class Runner:
         for a start that requests wait for, of kernels that are compiled. False: there are no graphs. Once,
         and not beside other ranks, who would have to capture in the same order."""
         assert self._backlog is None
-        self._launcher.submit(self.table.rehearse).result()
+        self._launcher.submit(self._rehearse).result()
         self._backlog = capture_later(self._launcher, self._graphs, self._passes)
         return self._backlog is not None
 
     def _compile(self, graphs: DecodeGraphs) -> None:
         graphs.compile_all()
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        self.table.rehearse()
+        self._sample.rehearse()
 
     def close(self) -> None:
         """Finishes what was submitted, then ends the threads."""
@@ -204,7 +209,6 @@ class Runner:
         if not inputs.host_slots_S:
             return LaunchedStep(plan.step_id, (), (), None, None)
         sampled = self._sample(inputs, self.model.logits(hidden_TH[inputs.last_rows_S]))
-        self.table.write_sampled(inputs, sampled.token_R)
         results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in inputs.host_slots_S)
         return LaunchedStep(plan.step_id, inputs.host_slots_S, wanted, results, done)
@@ -222,15 +226,7 @@ class Runner:
         slots, next_index = packed[0].tolist(), (packed[1] + 1).tolist()
         logits_RV, sampled = graphs.replay(packed, gated=self.table.is_gated(plan.sequences))
         if not all(map(self.table.draws_plainly, slots, next_index)):
-            slots_S, next_index_S = self.table.to_device(packed[:2].astype(np.int64)).unbind(0)
-            rows = SampledRows(
-                slots_S=slots_S,
-                next_index_S=next_index_S + 1,
-                host_slots_S=tuple(slots),
-                host_next_index_S=tuple(next_index),
-            )
-            sampled = self._sample(rows, logits_RV)
-            self.table.write_sampled(rows, sampled.token_R)
+            sampled = self._sample.draw(slots, next_index, logits_RV)
         results, done = _to_host(sampled, self._copies)
         wanted = tuple(self.table.rows[slot].sampling.logprobs for slot in slots)
         return LaunchedStep(plan.step_id, tuple(slots), wanted, results, done)

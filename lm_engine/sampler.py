@@ -8,11 +8,14 @@ Shapes: R rows, V vocabulary, L history, K candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from contracts.params import SamplingParams
 from lm_engine.random import gumbel_noise
 
 MIN_LOGPROB = -9999.0
@@ -41,6 +44,24 @@ class Needs:
     top_p: bool = False
     nucleus_of_all: bool = False  # a row has top_p and no top_k
     min_p: bool = False
+
+
+class LogitChange(NamedTuple):
+    """`value` is added to the token's logit in this of the step's rows; -inf forbids."""
+
+    row: int
+    token: int
+    value: float
+
+
+@dataclass(frozen=True)
+class AskedRows:
+    """The rows of a step that sample, as the host knows them."""
+
+    slots: Sequence[int]
+    next_index: Sequence[int]  # sequence index of the token to draw
+    params: Sequence[SamplingParams]
+    changes: Sequence[LogitChange]
 
 
 @dataclass(frozen=True)
@@ -87,9 +108,22 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    token_R: Tensor  # int64
-    valid_R: Tensor  # bool: False where the model's logits held NaN or infinity
+    token_R: Tensor  # int64, or int32 of graphs and kernels
+    valid_R: (
+        Tensor  # bool, or int32 of graphs and kernels: False where the model's logits held NaN or infinity
+    )
     logprobs: Logprobs | None
+
+
+def needs_of(params: Sequence[SamplingParams]) -> Needs:
+    drawn = [p for p in params if not p.greedy]
+    return Needs(
+        random=bool(drawn),
+        max_top_k=max((p.top_k for p in drawn), default=0),
+        top_p=any(p.top_p < 1.0 for p in drawn),
+        nucleus_of_all=any(p.top_p < 1.0 and not p.top_k for p in drawn),
+        min_p=any(p.min_p > 0.0 for p in drawn),
+    )
 
 
 def sample(

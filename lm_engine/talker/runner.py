@@ -22,8 +22,8 @@ from lm_engine.passes import MixedPasses
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.random import signed_seed
 from lm_engine.request_table import RequestTable, SampledRows, StepInputs
-from lm_engine.row_sampler import RowSampler, needs_of
-from lm_engine.sampler import RowParams, sample
+from lm_engine.row_sampler import RowSampler
+from lm_engine.sampler import RowParams, needs_of, sample
 from lm_engine.table_kernels import make_table_kernels
 from lm_engine.talker.graphs import (
     GROUP_SEED,
@@ -178,7 +178,6 @@ class TalkerRunner:
             return None
         codes_SQ, valid_S = self._draw_frames(inputs, hidden_SH)
         self._last_frame[inputs.slots_S] = codes_SQ
-        self.table.write_sampled(inputs, codes_SQ[:, 0])
         return torch.cat([codes_SQ, valid_S.long()[:, None]], dim=1)
 
     def _forward(self, plan: TalkerPlan, inputs: StepInputs) -> Tensor:
@@ -212,7 +211,7 @@ class TalkerRunner:
                 packed_4S[0] = inputs.host_slots_S
                 packed_4S[1] = np.array(inputs.host_next_index_S) - 1
                 drawn.append(self._graphs.draws(packed_4S, hidden_SH))
-                self.table.note_sampled(inputs)
+                self.table.note_sampled(inputs.host_slots_S, inputs.host_next_index_S)
         return torch.cat(drawn) if drawn else None
 
     def _input_rows(self, plan: TalkerPlan) -> Tensor:

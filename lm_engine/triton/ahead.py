@@ -19,6 +19,7 @@ from lm_engine.request_table import RequestTable
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.talker.model import TalkerModel
 from lm_engine.triton.launch import Launch, recording
+from lm_engine.triton.sampling import TritonDraws
 from lm_engine.triton.table import TritonTable
 
 META = torch.device("meta")
@@ -75,7 +76,7 @@ class LauncherBuilder:
 def decoder_launches(
     model: DecoderModel, *, max_sequences: int, max_length: int, block_size: int, kv_dtype: KVDtype
 ) -> list[Launch]:
-    """One launch of each variant that decode steps and mixed ones need. `model`: on META."""
+    """One launch of each variant that decode steps, mixed ones and their sampling need. `model`: on META."""
     table, kv = _memory(model.config, model.dtype, max_sequences, max_length, block_size, kv_dtype)
     with recording() as launches, torch.inference_mode():
         decodes = CapturedDecodes(model, model.attention, kv, table)
@@ -86,6 +87,7 @@ def decoder_launches(
             passes.clear(shape)
             passes.forward(shape)
         table.rehearse()
+        TritonDraws(table).rehearse()
     return list(launches.values())
 
 

@@ -17,7 +17,7 @@ from lm_engine.sampler import MIN_TEMPERATURE
 from lm_engine.triton.jit.step import decode_inputs, draw_tokens
 from lm_engine.triton.launch import launch, launch_options, next_power
 
-_VOCABULARY_BLOCK = 2048
+VOCABULARY_BLOCK = 2048
 _TABLE_BLOCK = 1024
 
 
@@ -100,31 +100,45 @@ def prepare_inputs(buffers: DecodeBuffers, table: RequestTable) -> None:
 def draw(logits_RV: Tensor, buffers: DecodeBuffers, table: RequestTable, arrivals_R: Tensor) -> None:
     """Greedy or plain temperature, as `sampler.sample` draws, into `results_2R` and the table. `arrivals_R`:
     zeros before and after."""
+    draw_above(None, logits_RV, buffers.packed_4R, buffers.results_2R, table, arrivals_R)
+
+
+def draw_above(
+    floors_R: Tensor | None,
+    logits_RV: Tensor,
+    packed_4R: Tensor,
+    results_2R: Tensor,
+    table: RequestTable,
+    arrivals_R: Tensor,
+) -> None:
+    """As `draw`, among the scaled logits at or above each row's floor. Of `packed_4R` slots and indices are
+    read; whatever else it holds, they are its first 2R numbers."""
     num_rows, vocabulary = logits_RV.shape
     assert logits_RV.dtype == torch.float32
     assert logits_RV.is_contiguous()
-    assert num_rows == buffers.num_rows <= arrivals_R.shape[0]
-    num_chunks = triton.cdiv(vocabulary, _VOCABULARY_BLOCK)
+    assert num_rows == results_2R.shape[1] <= arrivals_R.shape[0]
+    num_chunks = triton.cdiv(vocabulary, VOCABULARY_BLOCK)
     values = torch.empty(num_rows, num_chunks, 2, dtype=torch.float32, device=table.device)
     tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=table.device)
     launch(
         draw_tokens,
         (num_rows, num_chunks),
         logits_RV,
-        buffers.packed_4R,
+        packed_4R,
         table.floats,
         table.seed,
         table.token_ids,
         values,
         tokens,
         arrivals_R,
-        buffers.results_2R,
+        floors_R,
+        results_2R,
         num_rows,
         table.floats.stride(0),
         table.token_ids.stride(0),
         MIN_TEMPERATURE,
         V=vocabulary,
-        BLOCK_V=min(_VOCABULARY_BLOCK, next_power(vocabulary)),
+        BLOCK_V=min(VOCABULARY_BLOCK, next_power(vocabulary)),
         NUM_CHUNKS=num_chunks,
         BLOCK_C=next_power(num_chunks),
         **launch_options(table.device),

@@ -35,12 +35,14 @@ from lm_engine.model import AdapterRanks, DecoderConfig, KVDtype, MoeConfig, Rop
 from lm_engine.passes import TOKEN_SIZES, PaddedInputs, PaddedPasses, PassShape
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable
+from lm_engine.sampler import AskedRows, LogitChange
 from lm_engine.talker.graphs import BATCH_SIZES as FRAME_SIZES
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.triton.ahead import decoder_launches
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.packed import attend_packed
+from lm_engine.triton.sampling import TritonDraws
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from lm_engine.triton.table import TritonTable
 from model_families.checkpoint import read_config
@@ -164,6 +166,7 @@ def run_steps(
         if shape.num_tokens in tokens:
             passes.clear(shape)
             passes.forward(shape)
+    TritonDraws(table).rehearse()
 
 
 def run_talker(folder: Path, batches: tuple[int, ...], prompts: tuple[int, ...]) -> None:
@@ -320,6 +323,22 @@ def test_draws_of_codes(compiled):
             draw_residual(logits_RV, codes, table, omni_talker.RESIDUAL, seed=7)
     check(compiled, "draw_codes")
     assert len(compiled) == 2
+
+
+def test_sampling(compiled):
+    """Of the largest vocabularies; what one step has compiled serves all."""
+    table = table_of(tiny_config(vocab_size=151936), 64, 8192)
+    draws = TritonDraws(table)
+    draws.rehearse()
+    rehearsed = set(compiled)
+    names = ("prepare_rows", "bracket_nuclei", "find_floors", "draw_tokens", "score_tokens")
+    check(compiled, "change_logits", "count_tokens", *names)
+    kind = SamplingParams(top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=16, min_tokens=9)
+    for num_rows in (2, 16, 33):
+        changes = [LogitChange(row, 5, -1.0) for row in range(num_rows)]
+        asked = AskedRows((0,) * num_rows, (40,) * num_rows, (kind,) * num_rows, changes)
+        draws(asked, torch.empty(num_rows, 151936, device=META))
+    assert set(compiled) == rehearsed
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch
 
 from contracts.params import SamplingParams
 from lm_engine.random import gumbel_noise, signed_seed
-from lm_engine.row_sampler import needs_of
 from lm_engine.sampler import (
     Adjustments,
     LogprobsWanted,
@@ -19,6 +18,7 @@ from lm_engine.sampler import (
     RowParams,
     filter_floor,
     log_probabilities,
+    needs_of,
     penalise,
     sample,
 )

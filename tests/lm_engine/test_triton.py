@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the package triton is not installed")
 HERE = Path(__file__).parent
 CASES = [
     HERE / "triton_cases.py",
+    HERE / "sampling_cases.py",
     HERE / "walk_cases.py",
     HERE / "table_cases.py",
     HERE / "talker" / "graph_cases.py",

@@ -26,8 +26,8 @@ from lm_engine.model import AdapterRanks, AttentionMetadata, MoeConfig, PagedKV,
 from lm_engine.passes import CapturedPasses, PaddedPasses
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable, SampledRows
-from lm_engine.row_sampler import RowSampler, needs_of
-from lm_engine.sampler import Needs, RowParams, Sampled, sample
+from lm_engine.row_sampler import RowSampler
+from lm_engine.sampler import Needs, RowParams, Sampled, needs_of, sample
 from lm_engine.triton.codes import CodeBuffers, draw_first, draw_residual
 from lm_engine.triton.experts import Shared, TritonExperts
 from lm_engine.triton.kernels import TritonKernels

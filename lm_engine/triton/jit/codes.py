@@ -26,7 +26,7 @@ def _threshold(keys_V, mass_V, needed):
     for _ in tl.range(0, 32):
         candidate = threshold | bit
         bit = bit >> 1
-        reached = tl.sum(tl.where(keys_V >= candidate, mass_V, 0.0), axis=0) >= needed
+        reached = tl.sum(tl.where(keys_V >= candidate, mass_V, 0), axis=0) >= needed
         threshold = tl.where(reached, candidate, threshold)
     return threshold
 

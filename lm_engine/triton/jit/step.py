@@ -106,6 +106,7 @@ def draw_tokens(
     part_values_ptr,
     part_tokens_ptr,
     arrivals_ptr,
+    floors_ptr,
     results_ptr,
     num_rows,
     float_stride,
@@ -117,8 +118,9 @@ def draw_tokens(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (row, chunk): greedy or plain temperature. The chunk that arrives last picks the row's token
-    and writes it to the table. `results` is [2, R]: token, and whether the row's best logit was finite."""
+    """Program (row, chunk): greedy or by temperature, among the scaled logits at or above the row's floor
+    (None: among all). The chunk that arrives last picks the row's token and writes it to the table. `results`
+    is [2, R]: token, and whether the row's best logit was finite."""
     after_predecessors(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -129,12 +131,17 @@ def draw_tokens(
     temperature = tl.load(floats_ptr + slot * float_stride)
     tokens_V = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     logits_V = tl.load(logits_ptr + row.to(tl.int64) * V + tokens_V, mask=tokens_V < V, other=-float("inf"))
-    best = tl.max(logits_V, axis=0)
     is_nan = tl.max((logits_V != logits_V).to(tl.int32), axis=0)
+    best = tl.max(tl.where(logits_V == logits_V, logits_V, -float("inf")), axis=0)
     scores_V = logits_V
     if temperature > 0:
         scores_V = tl.div_rn(logits_V, tl.maximum(temperature, min_temperature))
-        scores_V += _gumbel(tl.load(seeds_ptr + slot), next_index, tokens_V)
+        noise_V = _gumbel(tl.load(seeds_ptr + slot), next_index, tokens_V)
+        if floors_ptr is None:
+            scores_V += noise_V
+        else:
+            survives_V = scores_V >= tl.load(floors_ptr + row)
+            scores_V = tl.where(survives_V, scores_V + noise_V, -float("inf"))
     scores_V = tl.where(logits_V == logits_V, scores_V, -float("inf"))
     part = row * NUM_CHUNKS + chunk
     tl.store(part_tokens_ptr + part, chunk * BLOCK_V + tl.argmax(scores_V, axis=0))
