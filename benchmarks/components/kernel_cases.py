@@ -11,20 +11,25 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from contracts.params import SamplingParams
 from lm_engine.attention.triton import DecodeTile, TritonAttention
 from lm_engine.layers.kernels import DecoderLayer, ExpertWeights, HeadShape
 from lm_engine.layers.mlp import DenseMlp
 from lm_engine.memory import allocate_kv
 from lm_engine.model import AttentionMetadata, DecoderConfig, KVDtype, PagedKV, RopeConfig
+from lm_engine.plan import Admission
 from lm_engine.request_table import RequestTable
+from lm_engine.sampler import AskedRows, RowParams, needs_of, sample
 from lm_engine.triton.decode import DecodePass
 from lm_engine.triton.experts import TritonExperts
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.launch import has_fp8, launch, recording
 from lm_engine.triton.linear import Blocks, Norm, TritonLinear, make_arrivals
+from lm_engine.triton.sampling import TritonDraws
 from lm_engine.triton.step import DecodeBuffers, draw
 
 EPS = 1e-6
@@ -59,6 +64,8 @@ class Shapes:
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
+FEW = SamplingParams(temperature=0.7, top_k=20, top_p=0.8)
+NUCLEUS = SamplingParams(temperature=1.0, top_p=0.95)
 TINY = Shapes(64, 96, 4, 2, 16, 200, 4, 2, 32, (1, 2), 8, 20, 9, 40, 16, 2, 0)
 
 
@@ -101,6 +108,8 @@ class Bench:
                 yield self.decode_attention(rows, kv_dtype)
             yield self.experts(rows)
             yield self.sampling(rows)
+            yield from self.filtered_sampling(rows, FEW)
+            yield from self.filtered_sampling(rows, NUCLEUS)
             yield self.norm(rows)
             yield self.layers(rows)
         yield self.norm(self.shapes.tokens)
@@ -282,24 +291,52 @@ class Bench:
         return TritonExperts(gate_up, down, self.kernels.pack_experts(few))
 
     def sampling(self, rows: int) -> Case:
-        s = self.shapes
-        table = RequestTable(
-            vocab_size=s.vocabulary,
-            num_axes=1,
-            max_sequences=rows,
-            max_length=64,
-            block_size=s.block_size,
-            device=self.device,
-        )
+        table = self.table(rows)
         buffers = DecodeBuffers.allocate(rows, table)
         buffers.packed_4R[0] = torch.arange(rows)
         arrivals_R = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        size = rows * s.vocabulary * 4
-        logits = [
-            torch.randn(rows, s.vocabulary, device=self.device) for _ in range(min(64, self.copies(size)))
+        runs = [_drawn(one, buffers, table, arrivals_R) for one in self.logits(rows)]
+        return Case(f"sampling, {rows} rows", runs, rows * self.shapes.vocabulary * 4)
+
+    def filtered_sampling(self, rows: int, params: SamplingParams) -> Iterator[Case]:
+        """By the kernels and by the plain sampler, which leaves other logits to its next run. What the host
+        packs for a step is on the device already."""
+        table, slots = self.table(rows), list(range(rows))
+        admissions = [
+            Admission(slot, [0, 0], 1, np.zeros((1, 1)), 0, params, slot, (slot,)) for slot in slots
         ]
-        runs = [_drawn(one, buffers, table, arrivals_R) for one in logits]
-        return Case(f"sampling, {rows} rows", runs, size)
+        table.turn_over((), admissions)
+        table.write_admissions(admissions)
+        asked, draws = AskedRows(slots, [2] * rows, [params] * rows, []), TritonDraws(table)
+        temperature_R, top_p_R, min_p_R, *_ = table.floats[:rows].unbind(1)
+        position_R = torch.full_like(table.seed[:rows], 2)
+        row_params = RowParams(
+            temperature_R, top_p_R, min_p_R, table.top_k[:rows], table.seed[:rows], position_R
+        )
+        ways: dict[str, list[Callable[[], object]]] = {
+            "": [draws.step(asked, one).draw_filtered for one in self.logits(rows)],
+            ", plain": [partial(sample, one, row_params, needs_of([params])) for one in self.logits(rows)],
+        }
+        kind = f"top-k {params.top_k} top-p {params.top_p}" if params.top_k else f"top-p {params.top_p}"
+        for way, runs in ways.items():
+            moved = rows * self.shapes.vocabulary * 4
+            yield Case(f"sampling, {kind}, {rows} rows{way}", runs, moved, apart=not way)
+
+    def table(self, rows: int) -> RequestTable:
+        return RequestTable(
+            vocab_size=self.shapes.vocabulary,
+            num_axes=1,
+            max_sequences=rows,
+            max_length=64,
+            block_size=self.shapes.block_size,
+            device=self.device,
+        )
+
+    def logits(self, rows: int) -> list[Tensor]:
+        """As spread as a language model's."""
+        shape = (rows, self.shapes.vocabulary)
+        count = min(64, self.copies(rows * self.shapes.vocabulary * 4))
+        return [3 * torch.randn(shape, device=self.device) for _ in range(count)]
 
     def norm(self, rows: int) -> Case:
         x_MH, weight_H = self.normal(rows, self.shapes.hidden), self.normal(self.shapes.hidden)

@@ -40,8 +40,9 @@ from lm_engine.triton.step import VOCABULARY_BLOCK, draw_above
 
 _CHANGES_BLOCK = 128
 _GROUPS = 32  # of a chunk: a top-k of up to that many times the chunks is bounded by their maxima
-_EDGES = 32
+_EDGES, _BRACKETS = 32, 2  # of what is 15 wide, a bracket of a bracket holds hundreds of values
 _LISTED = 4096  # values among which a program finds a floor
+_ROW_BLOCK = 8192
 _MAX_TOP = 20
 _HISTORY_BLOCK = 1024
 _MASS_BITS = 62  # of the sum of all masses
@@ -102,14 +103,15 @@ class TritonDraws:
         assert logits_SV.is_contiguous()
         assert num_rows == len(asked.slots)
         assert vocabulary == self._vocabulary
-        step = _Step(self, asked, logits_SV)
+        step = self.step(asked, logits_SV)
         raw_SV = logits_SV.clone() if step.wanted and step.changes_logits else logits_SV
-        step.change()
-        floors_S = step.find_floors()
-        results_2S = step.draw(floors_S)
+        results_2S = step.draw_filtered()
         token_S, valid_S = results_2S.unbind(0)
         logprobs = step.score(raw_SV, results_2S) if step.wanted else None
         return Sampled(token_S, valid_S, logprobs)
+
+    def step(self, asked: AskedRows, logits_SV: Tensor) -> RowsStep:
+        return RowsStep(self, asked, logits_SV)
 
     def rehearse(self) -> None:
         """Launches every kernel for a row that is padding: what is compiled on first use is not left to a
@@ -132,7 +134,7 @@ class TritonDraws:
         return self._counts_PV
 
 
-class _Step:
+class RowsStep:
     """The launches of one step."""
 
     def __init__(self, draws: TritonDraws, asked: AskedRows, logits_SV: Tensor) -> None:
@@ -169,6 +171,11 @@ class _Step:
         changed = (rows, tokens, np.array(values, dtype=np.float32).view(np.int32))
         parts = (rows_4S.ravel(), *(np.array(one, dtype=np.int32) for one in (*changed, self.wanted)))
         return np.concatenate(parts)
+
+    def draw_filtered(self) -> Tensor:
+        """[2, S] int32: tokens, which are in the table then, and whether their rows are valid."""
+        self.change()
+        return self._draw(self.find_floors())
 
     def change(self) -> None:
         """Biases and forbidden tokens; counts what penalties are for."""
@@ -226,7 +233,7 @@ class _Step:
             **draws._chunked,
             **draws._options,
         )
-        if self._needs.nucleus_of_all:
+        for _ in range(_BRACKETS if self._needs.nucleus_of_all else 0):
             launch(
                 bracket_nuclei,
                 grid,
@@ -256,14 +263,14 @@ class _Step:
                 *number_args,
                 draws._unit,
                 BLOCK_K=_LISTED,
+                BLOCK_R=_ROW_BLOCK,
                 num_warps=8,
                 **draws._chunked,
                 **draws._options,
             )
         return work.states[0]
 
-    def draw(self, floors_S: Tensor | None) -> Tensor:
-        """[2, S] int32: tokens, which are in the table then, and whether their rows are valid."""
+    def _draw(self, floors_S: Tensor | None) -> Tensor:
         results_2S = torch.empty(2, self._num_rows, dtype=torch.int32, device=self._table.device)
         packed, arrivals = self._packed, self._work.arrivals
         draw_above(floors_S, self._logits_SV, packed, results_2S, self._table, arrivals)

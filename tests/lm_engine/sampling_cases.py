@@ -23,7 +23,9 @@ from lm_engine.sampler import (
     penalise,
 )
 from lm_engine.triton import sampling
-from lm_engine.triton.sampling import TritonDraws, _Step
+from lm_engine.triton.sampling import TritonDraws
+from tests.lm_engine.random_decoder import tiny_decoder
+from tests.lm_engine.stepping import Host
 
 torch.set_num_threads(1)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -215,7 +217,7 @@ def floors_of(kinds, logits_SV):
     table, slots = table_of(kinds, logits_SV.shape[1]), list(range(len(kinds)))
     asked = AskedRows(slots, [table.rows[s].num_known_tokens for s in slots], kinds, [])
     draws = TritonDraws(table)
-    found = _Step(draws, asked, logits_SV).find_floors()[: len(kinds)].clone()
+    found = draws.step(asked, logits_SV).find_floors()[: len(kinds)].clone()
     assert_clean(draws)
     heat_S1 = torch.tensor([[max(p.temperature, 1e-5)] for p in kinds], device=DEVICE)
     scaled_SV = logits_SV / heat_S1
@@ -289,7 +291,7 @@ def test_changes_and_penalties_are_those_of_the_plain_sampler():
     penalties = RowSampler(table)._penalties(rows_of(table, slots), kinds)
     plain_SV[penalties.rows_P] = penalise(plain_SV[penalties.rows_P], penalties)
     draws = TritonDraws(table)
-    step = _Step(draws, asked, logits_SV)
+    step = draws.step(asked, logits_SV)
     step.change()
     assert draws._counts_PV.any()
     step.find_floors()
@@ -342,3 +344,34 @@ def test_a_sampler_for_all_orders_of_need():
         fresh = table_of(KINDS)
         table.token_ids.copy_(fresh.token_ids)
         assert_clean(draws)
+
+
+# --- in a runner --------------------------------------------------------------------------------------------
+def test_a_runner_draws_the_same_by_kernels():
+    """Chunked prompts that turn into decodes, each step on what the one before wrote to the table; and rows
+    that only the host has listed, as those of a graph."""
+    drawn = []
+    for kernels in (False, True):
+        with Host(tiny_decoder(device=DEVICE)) as host:
+            table = host.runner.table
+            if kernels:
+                host.runner._sample = RowSampler(table, draws=TritonDraws(table))
+            for slot, kind in enumerate(SERVED):
+                host.admit(slot, list(range(4 + slot)), sampling=kind, seed=slot, stop_token_ids=(1, 2))
+            results = [host.step((0, 4), (1, 2)), host.step((1, 3), (2, 6), (0, 1), (3, 2))]
+            results += [host.step(*((slot, 1) for slot in range(3))) for _ in range(4)]
+            listed = [[2, 0], [table.rows[2].num_known_tokens, table.rows[0].num_known_tokens]]
+            logits_SV = some_logits(2, 97)
+            last = host.runner._launcher.submit(host.runner._sample.draw, *listed, logits_SV).result()
+            tokens = [[(s.slot, s.token_id) for s in result.sampled] for result in results]
+            drawn.append((tokens, last.token_R.tolist(), table.token_ids.tolist(), listed))
+            assert table.rows[2].num_known_tokens == listed[1][0] + 1
+    assert drawn[0] == drawn[1]
+
+
+SERVED = [
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.8, repetition_penalty=1.2),
+    SamplingParams(temperature=1.2, top_p=0.9, min_tokens=5, logit_bias=((3, 2.0),)),
+    SamplingParams(temperature=0.0, frequency_penalty=0.8, presence_penalty=0.2, logprobs=2),
+    SamplingParams(temperature=1.0),
+]

@@ -5,7 +5,7 @@ A filter is a threshold on the scaled logit (`sampler.filter_floor`), found with
     change_logits    single logits are biased or forbidden     \\ where a row asks
     count_tokens     what its sequence holds, token by token   /
     prepare_rows     penalties; the best logit; a floor that min-p sets, and a lower bound of that of top-k
-    bracket_nuclei   of rows with top-p alone: two values between which the floor lies
+    bracket_nuclei   of rows with top-p alone: two values between which the floor lies; then two closer ones
     find_floors      the values that are left become a list, among which the last program of a row finds it
     draw_tokens      (in jit/step.py) the draw above the floor
 
@@ -183,6 +183,9 @@ def prepare_rows(
     if top_k > 0:
         ones_G = tl.full([BLOCK_G], 1.0, tl.float32)
         lower = tl.maximum(lower, _unordered(_threshold(_ordered(groups_G), ones_G, top_k.to(tl.float32))))
+    elif top_p < 1:
+        # Less than 1 - p of the mass lies further below the best, which has a mass of 1 itself.
+        lower = tl.maximum(lower, best - tl.log(V / (1 - top_p)) - 0.1)
     tl.store(states_ptr + row, own_floor)
     tl.store(states_ptr + num_rows + row, best)
     tl.store(states_ptr + 2 * num_rows + row, lower)
@@ -211,9 +214,8 @@ def bracket_nuclei(
     EDGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of rows with top-p and no top-k. Bounds are two of EDGES values at equal distances below the best;
-    under the last edge less than 1 - p of the mass can lie. `masses` is int64 [2, S]: that at and above the
-    upper bound, and that of all values which min-p keeps."""
+    """Of rows with top-p and no top-k: brings the bounds EDGES times as close to each other. `masses` is
+    int64 [2, S]: that at and above the upper bound, and that of all values which min-p keeps."""
     after_predecessors(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -226,14 +228,17 @@ def bracket_nuclei(
     own_floor = tl.load(states_ptr + 4 * num_rows + row)
     if (tl.abs(best) < float("inf")) == 0:
         return
-    step = (tl.log(V / (1 - top_p)) + 0.1) / (EDGES - 1)
+    lower = tl.load(states_ptr + 2 * num_rows + row)
+    upper = tl.load(states_ptr + 3 * num_rows + row)
+    highest = tl.minimum(upper, best)
+    step = (highest - lower) / EDGES
     tokens_V = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     logits_V = tl.load(logits_ptr + row.to(tl.int64) * V + tokens_V, mask=tokens_V < V, other=-float("inf"))
     scaled_V = _scaled(logits_V, temperature)
     mass_V = tl.where(scaled_V >= own_floor, _fixed_mass(scaled_V, best, unit), 0)
     part_ptr = parts_ptr + (row * NUM_CHUNKS + chunk) * (EDGES + 1)
     for i in tl.range(0, EDGES):
-        edge = best - step * i
+        edge = tl.where(i == EDGES - 1, lower, highest - step * (i + 1))
         tl.store(part_ptr + i, tl.sum(tl.where(scaled_V >= edge, mass_V, 0), axis=0))
     tl.store(part_ptr + EDGES, tl.sum(mass_V, axis=0))
     tl.debug_barrier()  # all parts are out before one thread says so
@@ -245,19 +250,18 @@ def bracket_nuclei(
     inside_C = chunks_C < NUM_CHUNKS
     total = tl.sum(tl.load(row_ptr_C + EDGES, mask=inside_C, other=0, cache_modifier=".cg"), axis=0)
     needed = _needed_mass(total, top_p)
-    above = tl.full([], 0, tl.int64)
-    upper = tl.full([], float("inf"), tl.float32)
-    lower = own_floor
+    above = tl.where(upper < float("inf"), tl.load(masses_ptr + row), 0)
+    found = own_floor
     is_found = tl.full([], 0, tl.int32)
     for i in tl.range(0, EDGES):
-        edge = best - step * i
+        edge = tl.where(i == EDGES - 1, lower, highest - step * (i + 1))
         mass = tl.sum(tl.load(row_ptr_C + i, mask=inside_C, other=0, cache_modifier=".cg"), axis=0)
         reached = (mass >= needed).to(tl.int32)
-        lower = tl.where((is_found == 0) & (reached != 0), tl.maximum(edge, own_floor), lower)
+        found = tl.where((is_found == 0) & (reached != 0), edge, found)
         is_found = is_found | reached
         above = tl.where(is_found != 0, above, mass)
         upper = tl.where(is_found != 0, upper, edge)
-    tl.store(states_ptr + 2 * num_rows + row, lower)
+    tl.store(states_ptr + 2 * num_rows + row, found)
     tl.store(states_ptr + 3 * num_rows + row, upper)
     tl.store(masses_ptr + row, above)
     tl.store(masses_ptr + num_rows + row, total)
@@ -288,19 +292,20 @@ def _row_threshold(
     best,
     unit,
     least,
+    end,
     needed,
     BY_MASS: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """As `_threshold` over a whole row, and never below `least`."""
+    """As `_threshold` over a whole row, where it is known to be from `least` on and below `end`."""
     threshold = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in tl.range(0, 32):
         candidate = threshold | bit
         bit = bit >> 1
         reached = candidate <= least
-        if reached == 0:
+        if (candidate > least) & (candidate < end):
             amount = _row_amount(row_ptr, temperature, best, unit, candidate, BY_MASS, V, BLOCK_V)
             reached = amount >= needed
         threshold = tl.where(reached, candidate, threshold)
@@ -326,6 +331,7 @@ def find_floors(
     BLOCK_V: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The floors of rows with top-k or top-p. `values` [S, K] takes what lies between a row's bounds, in the
@@ -383,12 +389,16 @@ def find_floors(
             needed = _needed_mass(total, top_p) - above
             floor = tl.maximum(floor, _threshold(keys_K, mass_K, needed))
     else:
+        # Lower and upper bound top-k's own floor, or that of all.
+        least = tl.maximum(floor, _ordered(lower))
+        end = _ordered(upper)
         if top_k > 0:
-            floor = _row_threshold(row_ptr, temperature, best, unit, floor, top_k, False, V, BLOCK_V)
-            total = _row_amount(row_ptr, temperature, best, unit, floor, True, V, BLOCK_V)
+            floor = _row_threshold(row_ptr, temperature, best, unit, least, end, top_k, False, V, BLOCK_R)
+            total = _row_amount(row_ptr, temperature, best, unit, floor, True, V, BLOCK_R)
+            least = floor
         if top_p < 1:
             needed = _needed_mass(total, top_p)
-            floor = _row_threshold(row_ptr, temperature, best, unit, floor, needed, True, V, BLOCK_V)
+            floor = _row_threshold(row_ptr, temperature, best, unit, least, end, needed, True, V, BLOCK_R)
     tl.store(states_ptr + row, _unordered(floor))
 
 
