@@ -50,7 +50,8 @@ _MASS_BITS = 62  # of the sum of all masses
 
 @dataclass(frozen=True)
 class _Workspace:
-    """Of up to `num_rows` rows, for one step after the other. What is counted in is zero between them."""
+    """Of up to `num_rows` rows, for one step after the other. What is counted in is zero between them; states
+    and masses lie as densely as the step has rows."""
 
     num_rows: int
     groups: Tensor
@@ -71,10 +72,10 @@ class _Workspace:
             groups=empty(num_rows, num_chunks, _GROUPS),
             arrivals=torch.zeros(num_rows, dtype=torch.int32, device=device),
             num_values=torch.zeros(num_rows, dtype=torch.int32, device=device),
-            states=empty(5, num_rows),
+            states=empty(5 * num_rows),
             values=empty(num_rows, _LISTED),
             parts=empty(num_rows, num_chunks, _EDGES + 1, dtype=torch.int64),
-            masses=empty(2, num_rows, dtype=torch.int64),
+            masses=empty(2 * num_rows, dtype=torch.int64),
         )
 
 
@@ -103,12 +104,11 @@ class TritonDraws:
         assert logits_SV.is_contiguous()
         assert num_rows == len(asked.slots)
         assert vocabulary == self._vocabulary
-        step = self.step(asked, logits_SV)
-        raw_SV = logits_SV.clone() if step.wanted and step.changes_logits else logits_SV
-        results_2S = step.draw_filtered()
-        token_S, valid_S = results_2S.unbind(0)
-        logprobs = step.score(raw_SV, results_2S) if step.wanted else None
-        return Sampled(token_S, valid_S, logprobs)
+        try:
+            return self.step(asked, logits_SV).sample()
+        except BaseException:
+            self._workspace = self._counts_PV = None  # half a step has counted in them
+            raise
 
     def step(self, asked: AskedRows, logits_SV: Tensor) -> RowsStep:
         return RowsStep(self, asked, logits_SV)
@@ -144,12 +144,8 @@ class RowsStep:
         self._work = draws.workspace(self._num_rows)
         self._needs: Needs = needs_of(asked.params)
         self._penalised = [i for i, params in enumerate(asked.params) if params.has_penalties]
-        self.wanted = [i for i, params in enumerate(asked.params) if params.logprobs is not None]
+        self._wanted = [i for i, params in enumerate(asked.params) if params.logprobs is not None]
         self._packed = self._table.to_device(self._pack())
-
-    @property
-    def changes_logits(self) -> bool:
-        return bool(self._penalised or self._asked.changes)
 
     @property
     def _filters(self) -> bool:
@@ -169,8 +165,17 @@ class RowsStep:
         rows_4S[3] = np.array(logs, dtype=np.float32).view(np.int32)
         rows, tokens, values = zip(*asked.changes, strict=True) if asked.changes else ((), (), ())
         changed = (rows, tokens, np.array(values, dtype=np.float32).view(np.int32))
-        parts = (rows_4S.ravel(), *(np.array(one, dtype=np.int32) for one in (*changed, self.wanted)))
+        parts = (rows_4S.ravel(), *(np.array(one, dtype=np.int32) for one in (*changed, self._wanted)))
         return np.concatenate(parts)
+
+    def sample(self) -> Sampled:
+        """As `sampler.sample`."""
+        changes_logits = bool(self._penalised or self._asked.changes)
+        raw_SV = self._logits_SV.clone() if self._wanted and changes_logits else self._logits_SV
+        results_2S = self.draw_filtered()
+        token_S, valid_S = results_2S.unbind(0)
+        logprobs = self._score(raw_SV, results_2S) if self._wanted else None
+        return Sampled(token_S, valid_S, logprobs)
 
     def draw_filtered(self) -> Tensor:
         """[2, S] int32: tokens, which are in the table then, and whether their rows are valid."""
@@ -268,7 +273,7 @@ class RowsStep:
                 **draws._chunked,
                 **draws._options,
             )
-        return work.states[0]
+        return work.states[: self._num_rows]
 
     def _draw(self, floors_S: Tensor | None) -> Tensor:
         results_2S = torch.empty(2, self._num_rows, dtype=torch.int32, device=self._table.device)
@@ -276,10 +281,10 @@ class RowsStep:
         draw_above(floors_S, self._logits_SV, packed, results_2S, self._table, arrivals)
         return results_2S
 
-    def score(self, raw_SV: Tensor, results_2S: Tensor) -> Logprobs:
+    def _score(self, raw_SV: Tensor, results_2S: Tensor) -> Logprobs:
         """Of the rows that want log-probabilities, on the model's own logits."""
-        draws, device, num_wanted = self._draws, self._table.device, len(self.wanted)
-        most = max(self._asked.params[i].logprobs or 0 for i in self.wanted)
+        draws, device, num_wanted = self._draws, self._table.device, len(self._wanted)
+        most = max(self._asked.params[i].logprobs or 0 for i in self._wanted)
         if most > _MAX_TOP:
             rows_Q = self._packed[-num_wanted:].long()
             return log_probabilities(raw_SV[rows_Q], results_2S[0, rows_Q].long(), most)

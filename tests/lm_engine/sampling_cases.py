@@ -23,7 +23,7 @@ from lm_engine.sampler import (
     penalise,
 )
 from lm_engine.triton import sampling
-from lm_engine.triton.sampling import TritonDraws
+from lm_engine.triton.sampling import RowsStep, TritonDraws
 from tests.lm_engine.random_decoder import tiny_decoder
 from tests.lm_engine.stepping import Host
 
@@ -211,13 +211,39 @@ def test_padding_is_drawn_for_nobody():
     assert_clean(draws)
 
 
+def test_a_step_that_fails_halfway_leaves_nothing_to_the_next(monkeypatch):
+    table, slots = table_of(KINDS), [1, 2, 3]
+    draws, changed = TritonDraws(table), []
+    for fails in (False, True, False):
+        logits_SV = some_logits(3)
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(RowsStep, "find_floors", out_of_memory)
+                with pytest.raises(MemoryError):
+                    draws(asked_of(table, slots), logits_SV)
+            else:
+                draws(asked_of(table, slots), logits_SV)
+                changed.append(logits_SV)
+    assert torch.equal(*changed)
+    assert_clean(draws)
+
+
+def out_of_memory(step):
+    assert step._draws._counts_PV.any()
+    raise MemoryError
+
+
+def asked_of(table, slots, changes=()):
+    rows = [table.rows[slot] for slot in slots]
+    return AskedRows(slots, [row.num_known_tokens for row in rows], [row.sampling for row in rows], changes)
+
+
 # --- floors -------------------------------------------------------------------------------------------------
 def floors_of(kinds, logits_SV):
     """By the kernels, and by the plain filter."""
     table, slots = table_of(kinds, logits_SV.shape[1]), list(range(len(kinds)))
-    asked = AskedRows(slots, [table.rows[s].num_known_tokens for s in slots], kinds, [])
     draws = TritonDraws(table)
-    found = draws.step(asked, logits_SV).find_floors()[: len(kinds)].clone()
+    found = draws.step(asked_of(table, slots), logits_SV).find_floors().clone()
     assert_clean(draws)
     heat_S1 = torch.tensor([[max(p.temperature, 1e-5)] for p in kinds], device=DEVICE)
     scaled_SV = logits_SV / heat_S1
@@ -256,6 +282,28 @@ def test_a_flat_row_is_kept_whole():
     assert found.tolist() == plain.tolist() == [1.25] * 3
 
 
+def test_the_largest_may_all_lie_in_groups_of_their_own():
+    """The bound of the k-th largest is the k-th largest itself then."""
+    logits_SV = some_logits(2, seed=7, scale=0.1)
+    logits_SV[:, 32::64] += 5 + torch.arange(70, device=DEVICE) / 7
+    logits_SV[0, 33] = 20.0
+    assert_same_survivors([SamplingParams(top_k=20), SamplingParams(top_k=20)], logits_SV)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_few_values_are_left_between_the_bounds_of_a_nucleus(scale):
+    """Of a flat row too: thousands would be looked up one bit after the other."""
+    kinds = [SamplingParams(top_p=p) for p in (0.1, 0.9, 0.999)]
+    logits_SV, table = some_logits(3, seed=3, scale=scale), table_of(kinds)
+    draws = TritonDraws(table)
+    floors_S = draws.step(asked_of(table, [0, 1, 2]), logits_SV).find_floors()
+    _, _, lower_S, upper_S, _ = draws._workspace.states[:15].view(5, 3)
+    for row in range(3):
+        assert lower_S[row] <= floors_S[row] < upper_S[row]
+        between = (logits_SV[row] >= lower_S[row]) & (logits_SV[row] < upper_S[row])
+        assert 0 < between.sum() < VOCABULARY / 50
+
+
 def test_the_nucleus_is_that_of_exact_sums():
     """Against float64 of all values in order."""
     kinds = [SamplingParams(top_p=p) for p in (0.05, 0.5, 0.9, 0.99, 0.9999, 1 - 2**-24)]
@@ -287,11 +335,10 @@ def test_changes_and_penalties_are_those_of_the_plain_sampler():
     for row, token, value in changes:
         plain_SV[row, token] += value
     table, slots = table_of(kinds), list(range(4))
-    asked = AskedRows(slots, [table.rows[s].num_known_tokens for s in slots], kinds, changes)
     penalties = RowSampler(table)._penalties(rows_of(table, slots), kinds)
     plain_SV[penalties.rows_P] = penalise(plain_SV[penalties.rows_P], penalties)
     draws = TritonDraws(table)
-    step = draws.step(asked, logits_SV)
+    step = draws.step(asked_of(table, slots, changes), logits_SV)
     step.change()
     assert draws._counts_PV.any()
     step.find_floors()
