@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from encoder_pool.slabs import Place, Slabs, aligned
+from encoder_pool.slabs import Place, Slabs, aligned, pin
 
 K = TypeVar("K", bound=Hashable)
 
@@ -38,7 +39,7 @@ class HostTier(Generic[K]):
         self._capacity_bytes = capacity_bytes
         self._device = device
         if slabs is None and device.type == "cuda" and capacity_bytes:
-            slabs = Slabs(capacity_bytes)
+            slabs = Slabs(capacity_bytes, partial(pin, device))
         self._slabs = slabs
         self._entries: OrderedDict[K, _Demoted] = OrderedDict()
         self._bytes = 0

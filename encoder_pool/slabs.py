@@ -34,8 +34,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def pin(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+def pin(device: torch.device, nbytes: int) -> Tensor:
+    """`device`: a thread that pins for none in particular would open the first one, and take memory there."""
+    with torch.cuda.device(device):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def in_a_thread(run: Callable[[], None]) -> None:
@@ -80,7 +82,7 @@ class Slabs:
     def __init__(
         self,
         capacity_bytes: int,
-        allocate: Allocate = pin,
+        allocate: Allocate,
         start: Start = in_a_thread,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:

@@ -1,10 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 
 from contracts.digests import ContentDigest
 from encoder_pool.cache import CacheConfig, EmbeddingCache, EmbeddingKey, User
 from encoder_pool.host_tier import HostTier
-from encoder_pool.slabs import Slabs
+from encoder_pool.slabs import Slabs, pin
 from tests.encoder_pool.fakes import ROW_BYTES, WIDTH, expected
 
 CPU = torch.device("cpu")
@@ -210,7 +212,7 @@ def test_integrity_notices_what_should_have_been_trimmed():
 def test_pinned_host_copies_come_back_equal():
     cuda = torch.device("cuda")
     cache = EmbeddingCache(CacheConfig(2 * ROW_BYTES, 1 << 20), cuda)
-    cache._host = HostTier(1 << 20, cuda, Slabs(1 << 20, start=lambda run: run()))
+    cache._host = HostTier(1 << 20, cuda, Slabs(1 << 20, partial(pin, cuda), lambda run: run()))
     for n in (1, 2, 3):
         cache.insert(key(n), expected(n, 2).cuda(), [A])
         release(cache, A)
