@@ -155,9 +155,10 @@ class OmniService:
                 code="unsupported_model",
             )
         with naming_the_prompt(request), self._speech.admitted(request.speech, request.sampling):
-            claims = await self._resolve(request.input)
+            with self._prompts.early(request.input) as early:
+                claims = await self._resolve(request.input)
             with _released_on_error(claims):
-                message = await self._message(request_id, request, claims)
+                message = await self._message(request_id, request, claims, early.ids)
                 order = self._speech.order(request.speech, message.sampling)
                 yield PromptReady(
                     request_id=request_id,
@@ -175,9 +176,14 @@ class OmniService:
                         yield Tokens(deltas=part.deltas, num_cached_tokens=part.num_cached_tokens)
 
     async def _message(
-        self, request_id: str, request: GenerationRequest, claims: list[MediaClaim]
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        claims: list[MediaClaim],
+        early_ids: list[int] | None,
     ) -> Generate:
-        prompt = await self._prompts.build(request.input, [claim.item for claim in claims])
+        items = [claim.item for claim in claims]
+        prompt = await self._prompts.build(request.input, items, early_ids)
         forced = None if request.speech is None else self._prompts.forced(request.speech)
         return Generate(
             request_id=request_id,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -20,6 +21,35 @@ from stages.service import UNLIMITED, GenerationRequest, SpeechOptions
 INLINE_TOKENIZE_CHARS = 20_000
 
 
+# What is known of its media is found within it, and media that are new are with a worker by then.
+EARLY_AFTER_S = 0.002
+
+
+class EarlyTokens:
+    """The token ids of a conversation, made while its media are awaited: media change them only where the
+    family lays them out. None when the wait was short, or `encode` refuses: whoever builds the prompt will
+    hear it."""
+
+    def __init__(self, encode: Callable[[], list[int]] | None, after_s: float = EARLY_AFTER_S) -> None:
+        self.ids: list[int] | None = None
+        self._encode = encode
+        self._after_s = after_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> EarlyTokens:
+        if self._encode is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._after_s, self._make, self._encode)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _make(self, encode: Callable[[], list[int]]) -> None:
+        with contextlib.suppress(BadRequest):
+            self.ids = encode()
+
+
 class PromptDesk:
     def __init__(self, family: Family, context_length: int) -> None:
         self._family = family
@@ -28,7 +58,19 @@ class PromptDesk:
         token_text = self._tokenizer.token_text
         self._longest_token_chars = max(len(token_text(i)) for i in range(self._tokenizer.vocab_size))
 
-    async def build(self, given: Conversation | str | tuple[int, ...], items: list[MediaItem]) -> Prompt:
+    def early(self, given: Conversation | str | tuple[int, ...]) -> EarlyTokens:
+        """To be entered while the media of `given` are awaited."""
+        if not isinstance(given, Conversation) or _num_chars(given) > INLINE_TOKENIZE_CHARS:
+            return EarlyTokens(None)
+        return EarlyTokens(partial(self._tokenizer.encode_conversation, given))
+
+    async def build(
+        self,
+        given: Conversation | str | tuple[int, ...],
+        items: list[MediaItem],
+        early_ids: list[int] | None = None,
+    ) -> Prompt:
+        """`early_ids`: of `EarlyTokens`."""
         if isinstance(given, tuple):
             self._check_token_ids(given)
             return Prompt(list(given))
@@ -41,6 +83,8 @@ class PromptDesk:
                 )
             else:
                 ids = tokenizer.encode(given, add_special_tokens=True, parse_special=True)
+        elif early_ids is not None:
+            ids = early_ids
         elif _num_chars(given) > INLINE_TOKENIZE_CHARS:
             ids = await asyncio.to_thread(tokenizer.encode_conversation, given)
         else:

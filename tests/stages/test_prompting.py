@@ -13,7 +13,7 @@ from contracts.errors import BadRequest, ContextLengthExceeded
 from contracts.media import Prompt
 from contracts.params import SamplingParams
 from model_families.family import Family
-from stages.prompting import PromptDesk, naming_the_prompt
+from stages.prompting import INLINE_TOKENIZE_CHARS, EarlyTokens, PromptDesk, naming_the_prompt
 from stages.service import UNLIMITED, GenerationRequest, SpeechOptions
 from tests.api.fakes import ToyTokenizer
 
@@ -82,3 +82,67 @@ def test_stages_need_not_know_what_the_prompt_was_sent_as() -> None:
         with pytest.raises(BadRequest) as caught, naming_the_prompt(request):
             raise BadRequest("too long", param=given)
         assert caught.value.param == named
+
+
+class Refusing(ToyTokenizer):
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        raise BadRequest("no, thanks", param="messages")
+
+
+def test_tokens_are_made_while_media_are_awaited() -> None:
+    async def scenario() -> None:
+        tokenizer, made = ToyTokenizer(), asyncio.Event()
+
+        def encode() -> list[int]:
+            made.set()
+            return tokenizer.encode_conversation(chat("hello"))
+
+        with EarlyTokens(encode, after_s=0.0) as early:
+            async with asyncio.timeout(20):
+                await made.wait()  # as for a picture
+        assert early.ids == tokenizer.encode_conversation(chat("hello"))
+        prompts = desk()
+        late = await prompts.build(chat("hello"), [])
+        assert (await prompts.build(chat("hello"), [], early.ids)).token_ids == late.token_ids
+
+    asyncio.run(scenario())
+
+
+def test_a_short_wait_makes_no_tokens_early() -> None:
+    async def scenario() -> None:
+        made: list[str] = []
+        with EarlyTokens(lambda: made.append("tokens") or [1], after_s=0.0) as early:
+            pass
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert early.ids is None
+        assert not made
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_is_left_to_who_builds_the_prompt() -> None:
+    async def scenario() -> None:
+        asked, unexpected = asyncio.Event(), []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unexpected.append(context))
+
+        def encode() -> list[int]:
+            asked.set()
+            return Refusing().encode_conversation(chat("hello"))
+
+        with EarlyTokens(encode, after_s=0.0) as early:
+            async with asyncio.timeout(20):
+                await asked.wait()
+        assert early.ids is None
+        assert not unexpected
+
+    asyncio.run(scenario())
+
+
+def test_what_is_no_short_conversation_is_not_tokenised_early() -> None:
+    prompts = desk()
+    long = chat("x" * (INLINE_TOKENIZE_CHARS + 1))
+    assert all(prompts.early(given)._encode is None for given in (long, "text", (1, 2)))
+    encode = prompts.early(chat("hello"))._encode
+    assert encode is not None
+    assert encode() == ToyTokenizer().encode_conversation(chat("hello"))
