@@ -23,6 +23,7 @@ from PIL import Image
 from contracts.compilation import BuildError, cache_directory
 from contracts.specs import Resample
 from preprocess.native import RESAMPLE
+from preprocess.pillow_memory import PIXEL_BYTES, pixels_of
 
 UInt8: TypeAlias = npt.NDArray[np.uint8]
 Float64: TypeAlias = npt.NDArray[np.float64]
@@ -86,14 +87,21 @@ def agrees_with_pillow(resize: Resize) -> bool:
     """On a few small pictures, in either order of the passes and with every filter."""
     noise = np.random.default_rng(0).integers(0, 256, (61, 47, 3), dtype=np.uint8)
     return all(
-        np.array_equal(resize(noise, size, resample), resize_by_pillow(noise, size, resample))
+        np.array_equal(resize(image, size, resample), resize_by_pillow(noise, size, resample))
         for size in ((52, 67), (20, 34), (44, 20))
         for resample in PILLOW_FILTERS
+        for image in (noise, Image.fromarray(noise))
     )
 
 
 class _Image(ctypes.Structure):
-    _fields_ = (("pixels", c_void_p), ("height", c_int64), ("width", c_int64), ("channels", c_int64))
+    _fields_ = (
+        ("pixels", c_void_p),
+        ("height", c_int64),
+        ("width", c_int64),
+        ("channels", c_int64),
+        ("pixel_bytes", c_int64),
+    )
 
 
 class _Axis(ctypes.Structure):
@@ -112,9 +120,25 @@ class _Axis(ctypes.Structure):
         return _Axis(self.first + skip, self.count + skip, weights, last - first, self.taps)
 
 
+def _source_of(image: Image.Image | UInt8, in_place: bool) -> tuple[_Image, tuple[int, ...], object]:
+    """With the shape of a pixel, and who owns the memory. `in_place`: where Pillow has it, if that can be."""
+    if in_place and isinstance(image, Image.Image) and (found := pixels_of(image)) is not None:
+        return _Image(found.address, image.height, image.width, 3, PIXEL_BYTES), (3,), found
+    pixels = np.ascontiguousarray(np.asarray(image))
+    assert pixels.dtype == np.uint8
+    height, width, *channels = pixels.shape
+    assert channels in ([], [1], [3])
+    num_channels = math.prod(channels)
+    return (
+        _Image(pixels.ctypes.data, height, width, num_channels, num_channels),
+        tuple(channels),
+        pixels,
+    )
+
+
 def _rows_of(image: _Image, first: int, last: int) -> _Image:
     skip = first * image.width * image.channels
-    return _Image(image.pixels + skip, last - first, image.width, image.channels)
+    return _Image(image.pixels + skip, last - first, image.width, image.channels, image.pixel_bytes)
 
 
 def resize_threads() -> int:
@@ -149,21 +173,19 @@ class NativeResize:
         resample: Resample,
         out: UInt8 | None = None,
     ) -> UInt8:
-        pixels = np.ascontiguousarray(np.asarray(image))
-        assert pixels.dtype == np.uint8
-        (height, width), channels = pixels.shape[:2], 1 if pixels.ndim == 2 else pixels.shape[2]
-        assert channels in (1, 3)
-        result = np.empty((size[1], size[0], *pixels.shape[2:]), np.uint8) if out is None else out
-        assert result.shape == (size[1], size[0], *pixels.shape[2:])
-        assert result.flags.c_contiguous
-        assert result.dtype == np.uint8
-        source = _Image(pixels.ctypes.data, height, width, channels)
+        width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
         across, down = (
             _Axis() if before == after else make_weights(before, after, resample).descriptor
             for before, after in zip((width, height), size, strict=True)
         )
         lost = height - size[1]
         columns_first = self._columns_first_when_tall and lost > 0 and lost > 2 * (width - size[0])
+        in_place = bool(across.taps and down.taps) and not columns_first
+        source, channels, owner = _source_of(image, in_place)
+        result = np.empty((size[1], size[0], *channels), np.uint8) if out is None else out
+        assert result.shape == (size[1], size[0], *channels)
+        assert result.flags.c_contiguous
+        assert result.dtype == np.uint8
 
         def make(band: tuple[int, int]) -> int:
             """Rows [first, last) of the result: the same source and weights, so the same bytes."""
@@ -176,6 +198,7 @@ class NativeResize:
 
         if any(self._make_bands(make, size[1])):
             raise MemoryError
+        del owner  # until here
         return result
 
     def _make_bands(self, make: Callable[[tuple[int, int]], int], num_rows: int) -> list[int]:

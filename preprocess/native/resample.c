@@ -22,6 +22,7 @@ struct axis { /* mirrored in resampling.py */
 struct image { /* mirrored in resampling.py; rows without gaps */
     const uint8_t *pixels;
     int64_t height, width, channels; /* 1 or 3 */
+    int64_t pixel_bytes; /* as many as channels; or four for three, when both axes change and rows come first */
 };
 
 INLINE uint8_t clip(int32_t sum) {
@@ -167,11 +168,27 @@ static void resample_row(const struct axis *axis, int64_t channels, const struct
     else plain_row(axis, 3, s->padded, out);
 }
 
+/* Leaves out every fourth byte. Writes a few bytes beyond the row. */
+static void drop_fourth(const uint8_t *from, int64_t pixels, uint8_t *to) {
+    int64_t x = 0;
+#ifdef __AVX2__
+    const __m256i kept = _mm256_setr_epi8(0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1, /* -1: zero */
+                                          0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14, -1, -1, -1, -1);
+    for (; x + 8 <= pixels; x += 8) {
+        const __m256i eight = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)(from + 4 * x)), kept);
+        _mm_storeu_si128((__m128i *)(to + 3 * x), _mm256_castsi256_si128(eight));
+        _mm_storeu_si128((__m128i *)(to + 3 * x + 12), _mm256_extracti128_si256(eight, 1));
+    }
+#endif
+    for (; x < pixels; x++) memcpy(to + 3 * x, from + 4 * x, 3);
+}
+
 static const uint8_t *row_at(const struct image *image, const struct axis *across, struct scratch *s, int64_t y) {
     const int64_t bytes = image->width * image->channels;
     if (!across->taps) return image->pixels + y * bytes;
     for (; s->next <= y; s->next++) {
-        memcpy(s->padded, image->pixels + s->next * bytes, bytes);
+        if (image->pixel_bytes == image->channels) memcpy(s->padded, image->pixels + s->next * bytes, bytes);
+        else drop_fourth(image->pixels + s->next * image->width * image->pixel_bytes, image->width, s->padded);
         resample_row(across, image->channels, s, s->ring + s->next % s->capacity * s->stride);
     }
     return s->ring + y % s->capacity * s->stride;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from contracts.compilation import BuildError
 from preprocess import resampling
 from preprocess.native import RESAMPLE
+from preprocess.pillow_memory import CAN_EXPORT, pixels_of
 from preprocess.resampling import (
     PILLOW_FILTERS,
     NativeResize,
@@ -67,9 +69,35 @@ def test_random_sizes(native):
         resample = rng.choice(list(PILLOW_FILTERS))
         pixels = noise(*before)
         expected = resize_by_pillow(pixels, after, resample)
-        np.testing.assert_array_equal(
-            native(pixels, after, resample), expected, f"{before} {after} {resample}"
-        )
+        for image in (pixels, Image.fromarray(pixels)):
+            np.testing.assert_array_equal(
+                native(image, after, resample), expected, f"{before} {after} {resample}"
+            )
+
+
+@pytest.mark.skipif(not CAN_EXPORT, reason="this Pillow does not tell where its pixels are")
+def test_pixels_are_read_where_pillow_has_them(native, monkeypatch):
+    pixels = noise(70, 50)
+    image = Image.fromarray(pixels)
+    found = pixels_of(image)
+    seen = np.ctypeslib.as_array((ctypes.c_uint8 * (50 * 70 * 4)).from_address(found.address))
+    np.testing.assert_array_equal(seen.reshape(50, 70, 4)[:, :, :3], pixels)
+    assert pixels_of(image.convert("L")) is None
+    expected = resize_by_pillow(image, (33, 44), "bicubic")
+    monkeypatch.setattr(Image.Image, "__array_interface__", property(lambda image: pytest.fail("copied")))
+    np.testing.assert_array_equal(native(image, (33, 44), "bicubic"), expected)
+
+
+def test_a_picture_in_several_pieces_is_copied_out_of_pillow(native):
+    before = Image.core.get_block_size()
+    Image.core.set_block_size(1 << 12)
+    try:
+        image = Image.fromarray(noise(200, 100))
+    finally:
+        Image.core.set_block_size(before)
+    assert pixels_of(image) is None
+    expected = resize_by_pillow(image, (120, 130), "bicubic")
+    np.testing.assert_array_equal(native(image, (120, 130), "bicubic"), expected)
 
 
 @pytest.mark.parametrize("resample", PILLOW_FILTERS)
