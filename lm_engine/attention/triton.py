@@ -45,7 +45,8 @@ _MAX_PAIRS = 1 << 16  # sequences times KV heads of a decode step
 _MAX_SPLITS = 64
 _PROGRAMS = 264  # wanted of a step: about two for each multiprocessor
 _FEW_PAIRS = 32  # up to here no more than those, beyond no fewer
-_WIDE_PAIRS = 16  # up to here more warps a tile
+_WIDE_PAIRS = 16  # up to here four warps a tile, beyond two
+_WIDEST_PAIRS = 2  # up to here eight
 
 
 class TritonAttention:
@@ -226,8 +227,8 @@ class DecodeTile:
 
 
 def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
-    """As measured on an H200 in whole layers. Few warps: a tile's work is small, and warps wait for each
-    other.
+    """As measured on an H200 in whole layers. Few warps, unless most multiprocessors have no tile: its work
+    is small, and warps wait for each other.
 
     Tiles stay below 48 KB of shared memory: Triton gives a kernel that wants more all there is, at the cost
     of the cache through which the linears of few rows read. With one row those take half as long again.
@@ -238,7 +239,8 @@ def choose_tile(num_pairs: int, max_length: int, head_dim: int) -> DecodeTile:
     if wanted == 1:
         tile = DecodeTile(128, 1, 8)
     else:
-        tile = DecodeTile(64, wanted, 4 if num_pairs <= _WIDE_PAIRS else 2)
+        warps = 8 if num_pairs <= _WIDEST_PAIRS else 4 if num_pairs <= _WIDE_PAIRS else 2
+        tile = DecodeTile(64, wanted, warps)
     keys = tile.keys // 2 if head_dim > 128 else tile.keys
     if interpreted():
         keys = 32
