@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -57,16 +57,23 @@ class GraphPool:
                     graph.capture_end()
         return graph, result
 
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of all its graphs. Looks through everything that the process has allocated."""
+        return sum(size for _, pool, size in _segments() if pool == tuple(self._id))
+
 
 def graph_bytes(device: torch.device) -> int:
     """Device memory that this process holds for graphs."""
+    return sum(size for index, pool, size in _segments() if index == device.index and pool != (0, 0))
+
+
+def _segments() -> Iterator[tuple[int, tuple[int, int], int]]:
+    """Device, memory pool and bytes of what the allocator has of the driver."""
     import torch
 
-    held = 0
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0):
-            held += int(segment["total_size"])
-    return held
+        yield segment["device"], tuple(segment["segment_pool_id"]), int(segment["total_size"])
 
 
 def release_unused() -> None:

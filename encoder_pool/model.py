@@ -21,6 +21,15 @@ class EncoderInput:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class GraphBounds:
+    """Of a tower's CUDA graphs. `num_bytes`: of the memory that all of them share; `max_rows`: of the input
+    of a batch that is captured (of a picture: patches)."""
+
+    num_bytes: int
+    max_rows: int
+
+
 class EncoderModel(Protocol):
     """A tower. `encode` packs the items into one variable-length forward; no item sees another."""
 
@@ -32,6 +41,15 @@ class EncoderModel(Protocol):
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
         """One [num_tokens, embedding_width] tensor per item, in order, on `device`. Does not keep the
         features."""
+        ...
+
+    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
+        """From now on batches of a layout that comes again are computed by CUDA graph, where the tower can.
+        `ahead`: the largest is captured now, in whose memory others find room."""
+        ...
+
+    def drop_graphs(self) -> None:
+        """They are captured again as batches come. Idempotent; does not wait for the device."""
         ...
 
 

@@ -190,6 +190,11 @@ class EncoderPool:
 
     def reset_cache(self) -> None:
         self._cache.reset()
+        self._model.drop_graphs()
+
+    def close(self) -> None:
+        """Nothing is computed any more."""
+        self._model.drop_graphs()
 
     def check_integrity(self) -> str | None:
         """The first broken conservation law, or None."""

@@ -17,7 +17,7 @@ from contracts.capture import graph_bytes, release_unused, synchronize
 from contracts.specs import ImageSpec
 from encoder_pool.batcher import BatchLimits
 from encoder_pool.cache import CacheConfig
-from encoder_pool.model import EncoderInput, EncoderModel
+from encoder_pool.model import EncoderInput, EncoderModel, GraphBounds
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from lm_engine.attention.choice import choose_mixed
 from lm_engine.config import EngineConfig
@@ -40,7 +40,7 @@ from lm_engine.talker.runner import TalkerRunner
 from lm_engine.transfer import stream_entry
 from model_families.family import Family
 from stages.deployment import EncoderConfig, LMConfig, VocoderConfig, parse_bytes, stage_of, step_bounds
-from stages.memory_plan import MIB, StagePlan, host_bytes
+from stages.memory_plan import MIB, StagePlan, host_bytes, tower_graph_bytes
 from stages.start_steps import Tell, start_step, untold
 from stages.vocoder_stage import BuiltPool
 from vocoder.pool import VocoderPool, VocoderPoolConfig
@@ -115,6 +115,7 @@ def build_encoder_pool(
     if stage_of(plan.stage) == "vision" and plan.device.startswith("cuda"):
         with start_step(plan, "rehearsing a picture", tell):
             rehearse(model, family.media_specs.image)
+    _allow_graphs(model, config, plan, tell)
     cache = CacheConfig(
         device_bytes=plan.cache,
         host_bytes=parse_bytes(config.embedding_cache_host, f"stage.{plan.stage}.embedding_cache_host"),
@@ -127,6 +128,19 @@ def build_encoder_pool(
     pool = EncoderPool(model, EncoderPoolConfig(limits=limits, cache=cache), plan.stage)
     dtype = str(plan.dtype).removeprefix("torch.")
     return pool, f"{plan.device}, {dtype}; embedding cache {cache.device_bytes / MIB:,.0f} MiB"
+
+
+def _allow_graphs(model: EncoderModel, config: EncoderConfig, plan: StagePlan, tell: Tell) -> None:
+    """A worker that replaces another one captures later: requests wait for it."""
+    bounds = GraphBounds(tower_graph_bytes(plan), config.batch_patches)
+    if not bounds.num_bytes:
+        return
+    if plan.starts_again:
+        model.allow_graphs(bounds, ahead=False)
+        return
+    with _alone_on(plan), _capturing(plan, "tower", tell):
+        model.allow_graphs(bounds, ahead=True)
+        release_unused()
 
 
 def rehearse(model: EncoderModel, spec: ImageSpec | None) -> None:

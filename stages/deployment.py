@@ -53,6 +53,8 @@ class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `max_tokens_ahead`: with more tokens handed over whose prompts are still to be computed no batch begins,
     where the language model has the same device in the same worker. None: 0 on a GPU, any number on a CPU.
+
+    `cuda_graphs`: on a GPU a batch whose pictures have the sizes of an earlier one costs one launch.
     """
 
     max_batch_tokens: int = 16384
@@ -61,6 +63,7 @@ class EncoderConfig(PlacedConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     max_tokens_ahead: int | None = None
     embedding_cache: int | str = "256MiB"
     embedding_cache_host: int | str = "256MiB"
+    cuda_graphs: bool = True  # else launched kernel by kernel
 
     @property
     def batch_patches(self) -> int:

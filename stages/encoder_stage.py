@@ -219,4 +219,5 @@ class EncoderStage:
         }
 
     def close(self) -> None:
-        pass
+        if self._pool is not None:
+            self._pool.close()

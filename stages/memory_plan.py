@@ -19,6 +19,7 @@ from stages.deployment import (
     PlacedConfig,
     VocoderConfig,
     parse_bytes,
+    stage_of,
     step_bounds,
 )
 
@@ -34,6 +35,13 @@ VOCODER_VALUES_PER_STREAM = 1_303_712
 VOCODER_WEIGHTS = 216_000_000
 GIB = 1 << 30
 MIB = 1 << 20
+# A tower's forward at its widest: that of Qwen2-VL's 665 million weights holds four tensors of its MLP's
+# inner width there, and the residual stream. A narrower one holds about as much less as the root of its
+# weights.
+ENCODER_VALUES_PER_PATCH = 24_000
+ENCODER_WEIGHTS = 665_000_000
+ENCODER_GRAPH_BYTES = 512 * MIB  # at most: larger batches are launched, which the GPU's work hides
+ENCODER_SCRATCH_BYTES = 64 * MIB  # of the library, of graphs themselves, and of what they read beside pixels
 
 
 @dataclass(frozen=True)
@@ -246,7 +254,24 @@ def plan_encoder(
     activations = config.max_batch_tokens * width * dtype.itemsize * 8
     limit = stage_limit(name, config, device, memory)
     weights = weight_elements * dtype.itemsize
-    return StagePlan(name, device, dtype, weights, cache, activations, limit, edges=edges)
+    graphs = 0
+    if device.startswith("cuda") and config.cuda_graphs and stage_of(name) == "vision":
+        graphs = _encoder_graphs(config, weight_elements, dtype)
+        if limit is not None:  # they save time, and are no reason to refuse a stage
+            graphs = min(graphs, max(0, limit - weights - cache - activations - edges))
+    return StagePlan(name, device, dtype, weights, cache, activations, limit, graphs=graphs, edges=edges)
+
+
+def _encoder_graphs(config: EncoderConfig, weight_elements: int, dtype: torch.dtype) -> int:
+    """Of the largest batch, but not more than is worth it."""
+    narrower = min(1.0, weight_elements / ENCODER_WEIGHTS) ** 0.5
+    values = int(config.batch_patches * ENCODER_VALUES_PER_PATCH * narrower)
+    return min(values * dtype.itemsize, ENCODER_GRAPH_BYTES) + ENCODER_SCRATCH_BYTES
+
+
+def tower_graph_bytes(plan: StagePlan) -> int:
+    """Of an encoder's, what all graphs share."""
+    return max(0, plan.graphs - ENCODER_SCRATCH_BYTES)
 
 
 def plan_vocoder(

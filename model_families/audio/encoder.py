@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contracts.specs import AudioSpec
-from encoder_pool.model import EncoderInput
+from encoder_pool.model import EncoderInput, GraphBounds
 from model_families.checkpoint import checkpoint_error
 from model_families.dummy_weights import open_checkpoint
 from model_families.fields import Count, check_multiple
@@ -67,6 +67,11 @@ class AudioEncoder:
         with torch.inference_mode():
             tokens: Tensor = self._tower(features)
             return list(torch.split(tokens, [item.num_tokens for item in items]))
+
+    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
+        """Its forwards are not captured."""
+
+    def drop_graphs(self) -> None: ...
 
     def _features(self, items: list[EncoderInput]) -> list[Tensor]:
         for item in items:

@@ -21,7 +21,7 @@ from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
 from model_families.vision.encoder import VisionTower
 from model_families.vision.layers import NORM_EPS, Block, GatedMlp, Merger, PackedSelfAttention
-from model_families.vision.layouts import Layout, Layouts
+from model_families.vision.layouts import Layout
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Segments, pack_grids, window_order
 from model_families.vision.rotary import axial_rotation
@@ -60,13 +60,12 @@ class WindowedLayout(Layout):
     place_U: Tensor  # where each merge block went
 
 
-class Qwen25VLTower(VisionTower):
+class Qwen25VLTower(VisionTower[WindowedLayout]):
     def __init__(self, config: Qwen25VLVisionConfig, attention: PackedAttention) -> None:
         super().__init__()
         require_activation(config, "silu")
         self.config = config
         self.embedding_width = config.out_hidden_size
-        self._layouts = Layouts(self._lay_out)
         width = config.hidden_size
         self.patch_embed = nn.Linear(config.patch_width, width, bias=False)
         self.blocks = nn.ModuleList(
@@ -81,8 +80,7 @@ class Qwen25VLTower(VisionTower):
         norm = nn.RMSNorm(width, eps=NORM_EPS)
         self.merger = Merger(norm, width, config.spatial_merge_size, config.out_hidden_size, norm_block=False)
 
-    def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        layout = self._layouts.of(grids, patches_NW.device)
+    def embed(self, patches_NW: Tensor, layout: WindowedLayout) -> Tensor:
         x = self.patch_embed(patches_NW[layout.order_N])
         for index, block in enumerate(self.blocks):
             whole = index in self.config.fullatt_block_indexes

@@ -18,7 +18,7 @@ from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
 from model_families.vision.encoder import VisionTower
 from model_families.vision.layers import NORM_EPS, Block, Merger, Mlp, PackedSelfAttention, quick_gelu
-from model_families.vision.layouts import Layout, Layouts
+from model_families.vision.layouts import Layout
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Segments, pack_grids
 from model_families.vision.rotary import axial_rotation
@@ -40,13 +40,12 @@ class Qwen2VLConfig(msgspec.Struct, frozen=True):
     vision_config: Qwen2VLVisionConfig = Qwen2VLVisionConfig()
 
 
-class Qwen2VLTower(VisionTower):
+class Qwen2VLTower(VisionTower[Layout]):
     def __init__(self, config: Qwen2VLVisionConfig, attention: PackedAttention) -> None:
         super().__init__()
         require_activation(config, "quick_gelu")
         self.config = config
         self.embedding_width = config.hidden_size
-        self._layouts = Layouts(self._lay_out)
         width = config.embed_dim
         self.patch_embed = nn.Linear(config.patch_width, width, bias=False)
         self.blocks = nn.ModuleList(
@@ -61,8 +60,7 @@ class Qwen2VLTower(VisionTower):
         norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.merger = Merger(norm, width, config.spatial_merge_size, config.hidden_size, norm_block=False)
 
-    def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        layout = self._layouts.of(grids, patches_NW.device)
+    def embed(self, patches_NW: Tensor, layout: Layout) -> Tensor:
         x = self.patch_embed(patches_NW)
         for block in self.blocks:
             x = block(x, layout.rotation, layout.frames)

@@ -22,7 +22,7 @@ from model_families.vision.attention import PackedAttention, select_attention
 from model_families.vision.config import VisionConfig, require_activation
 from model_families.vision.encoder import VisionTower
 from model_families.vision.layers import NORM_EPS, Block, Merger, Mlp, PackedSelfAttention, gelu_tanh
-from model_families.vision.layouts import Layout, Layouts
+from model_families.vision.layouts import Layout
 from model_families.vision.loading import load_vision_encoder
 from model_families.vision.packing import Grid, Ints, PatchGrid, Segments, pack_grids
 from model_families.vision.rotary import axial_rotation
@@ -56,7 +56,7 @@ class TappedLayout(Layout):
     weight_N41: Tensor  # float32
 
 
-class Qwen3VLTower(VisionTower):
+class Qwen3VLTower(VisionTower[TappedLayout]):
     """Tokens are [embedding, deepstack level 0, level 1, ...] side by side, levels in layer order."""
 
     def __init__(self, config: Qwen3VLVisionConfig, attention: PackedAttention) -> None:
@@ -67,7 +67,6 @@ class Qwen3VLTower(VisionTower):
         if self.side**2 != config.num_position_embeddings:
             raise checkpoint_error("config.json: num_position_embeddings must be a square number")
         self.embedding_width = config.out_hidden_size * (1 + len(config.deepstack_visual_indexes))
-        self._layouts = Layouts(self._lay_out)
         width = config.hidden_size
         self.patch_embed = nn.Linear(config.patch_width, width)
         self.position_table = nn.Embedding(config.num_position_embeddings, width)
@@ -85,8 +84,7 @@ class Qwen3VLTower(VisionTower):
             self._new_merger(norm_block=True) for _ in config.deepstack_visual_indexes
         )
 
-    def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
-        layout = self._layouts.of(grids, patches_NW.device)
+    def embed(self, patches_NW: Tensor, layout: TappedLayout) -> Tensor:
         taken = self.config.deepstack_visual_indexes
         x = self.patch_embed(patches_NW)
         x = x + self._positions(layout).to(x.dtype)

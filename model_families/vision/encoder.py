@@ -4,35 +4,60 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from math import prod
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
 
 from contracts.media import Modality
 from contracts.specs import ImageSpec, MediaSpecs, VideoSpec
-from encoder_pool.model import EncoderInput
+from encoder_pool.graphs import Forward, GraphedTower
+from encoder_pool.model import EncoderInput, GraphBounds
+from model_families.vision.layouts import Layouts, LayoutT
 from model_families.vision.packing import Grid
 from model_families.vision.patchify import CHANNELS, Patchifier
 
+Grids = tuple[Grid, ...]
 
-class VisionTower(nn.Module, ABC):
+
+class VisionTower(nn.Module, ABC, Generic[LayoutT]):
     """The mathematics of one family's tower."""
 
     embedding_width: int
     blocks: nn.ModuleList
 
-    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._layouts: Layouts[LayoutT] = Layouts(self._lay_out)
+
     def forward(self, patches_NW: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[N, patch width] → [tokens of all items, embedding_width]."""
+        return self.embed(patches_NW, self.layout(grids, patches_NW.device))
+
+    def layout(self, grids: Sequence[Grid], device: torch.device) -> LayoutT:
+        return self._layouts.of(grids, device)
+
+    @abstractmethod
+    def embed(self, patches_NW: Tensor, layout: LayoutT) -> Tensor:
+        """As `forward`. Of the host it needs nothing that a batch of the same layout did not need before."""
+
+    @abstractmethod
+    def _lay_out(self, grids: Sequence[Grid], device: torch.device) -> LayoutT: ...
 
 
-class VisionEncoder:
+class VisionEncoder(GraphedTower[Grids], Generic[LayoutT]):
     """An EncoderModel of pictures and, where the family takes them, videos. Holds weights, no request
     state."""
 
     def __init__(
-        self, tower: VisionTower, specs: MediaSpecs, encoder_id: str, device: torch.device, dtype: torch.dtype
+        self,
+        tower: VisionTower[LayoutT],
+        specs: MediaSpecs,
+        encoder_id: str,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.encoder_id = encoder_id
         self.embedding_width = tower.embedding_width
@@ -47,18 +72,39 @@ class VisionEncoder:
         """Raises ValueError when features, grid and token count of an item contradict each other."""
         for item in items:
             self._check(item)
-        with torch.inference_mode():
-            tokens: Tensor = self._tower(self._patches(items), [item.grid_thw for item in items])
-            return list(torch.split(tokens, [item.num_tokens for item in items]))
+        grids = tuple(item.grid_thw for item in items)
+        return self.compute(grids, [item.num_tokens for item in items], partial(self._write, items))
 
-    def _patches(self, items: list[EncoderInput]) -> Tensor:
-        """[N, patch width] of all items, in order."""
+    def _write(self, items: list[EncoderInput], patches_NW: Tensor) -> None:
+        """Those of all items, in order."""
         counts = [prod(item.grid_thw) for item in items]
-        width = self._patchify[items[0].modality].patch_width
-        patches_NW = torch.empty(sum(counts), width, dtype=self.dtype, device=self.device)
         for rows_NW, item in zip(torch.split(patches_NW, counts), items, strict=True):
             self._patchify[item.modality].write(rows_NW, item.features)
-        return patches_NW
+
+    # --- graphs -------------------------------------------------------------------------------------------
+    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
+        if self._specs:
+            super().allow_graphs(bounds, ahead=ahead)
+
+    def input_shape(self, key: Grids) -> tuple[int, ...]:
+        width = next(iter(self._patchify.values())).patch_width
+        return sum(map(prod, key)), width
+
+    def num_tokens(self, key: Grids) -> int:
+        return sum(map(prod, key)) // self._merge_size**2
+
+    def prepared(self, key: Grids) -> Forward:
+        layout = self._tower.layout(key, self.device)
+        return lambda patches_NW: self._tower.embed(patches_NW, layout)
+
+    def largest(self, num_rows: int) -> Grids:
+        """One picture, all of whose patches see each other."""
+        merge = self._merge_size
+        return ((1, merge, num_rows // merge**2 * merge),)
+
+    @property
+    def _merge_size(self) -> int:
+        return next(iter(self._specs.values())).merge_size
 
     def _check(self, item: EncoderInput) -> None:
         frames, rows, columns = item.grid_thw

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+from torch import nn
 
 from contracts.specs import MediaSpecs
 from lm_engine.layers.selection import select_kernels
@@ -17,6 +18,7 @@ from model_families.vision.config import VisionConfig
 from model_families.vision.encoder import VisionEncoder, VisionTower
 from model_families.vision.fused import fuse_blocks
 from model_families.vision.layers import PackedSelfAttention
+from model_families.vision.layouts import LayoutT
 from model_families.vision.packing import Segments
 from model_families.vision.weights import VisionName, load_tower
 
@@ -24,13 +26,13 @@ from model_families.vision.weights import VisionName, load_tower
 def load_vision_encoder(
     family: str,
     folder: Path,
-    tower: VisionTower,
+    tower: VisionTower[LayoutT],
     config: VisionConfig,
     specs: MediaSpecs,
     vision_name: VisionName,
     device: torch.device,
     dtype: torch.dtype,
-) -> VisionEncoder:
+) -> VisionEncoder[LayoutT]:
     """`tower` was built on the meta device. Raises EngineError when the checkpoint does not fit it."""
     with open_checkpoint(folder) as checkpoint:
         fingerprint = load_tower(checkpoint, tower, vision_name, device, dtype)
@@ -48,7 +50,7 @@ def load_vision_encoder(
     return VisionEncoder(tower, specs, encoder_id(family, parts), device, dtype)
 
 
-def _pack_attention(tower: VisionTower, device: torch.device, dtype: torch.dtype) -> None:
+def _pack_attention(tower: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """By the Triton kernel, where it is the faster one: compiled now, not when the first picture waits."""
     for module in tower.modules():
         if not isinstance(module, PackedSelfAttention):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contracts.specs import MediaSpecs
-from encoder_pool.model import EncoderInput
+from encoder_pool.model import EncoderInput, GraphBounds
 from model_families.dummy_weights import open_checkpoint
 from model_families.vision.weights import load_tower
 from model_families.whisper.config import NORM_EPS, WhisperConfig, read_whisper_config
@@ -110,6 +110,11 @@ class WhisperEncoder:
                 mel_MF[:, : item.features.shape[1]] = item.features.to(self.device)
             out: Tensor = self._tower(mel_BMF)
             return list(out.unbind(0))
+
+    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
+        """Its forwards are not captured."""
+
+    def drop_graphs(self) -> None: ...
 
     def _check(self, item: EncoderInput) -> None:
         config, shape = self._config, tuple(item.features.shape)

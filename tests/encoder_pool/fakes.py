@@ -8,7 +8,7 @@ from torch import Tensor
 from contracts.digests import Digester
 from contracts.media import MediaItem
 from contracts.messages import Encode, Failed, FeaturesConsumed, FeaturesNeeded
-from encoder_pool.model import EncoderInput
+from encoder_pool.model import EncoderInput, GraphBounds
 from encoder_pool.outcomes import Embedded
 from encoder_pool.pool import EncoderPool
 
@@ -29,6 +29,7 @@ class FakeEncoder:
         self.calls: list[list[int]] = []
         self.poison: set[int] = set()
         self.rows_short = 0
+        self.num_drops = 0
         self.error: type[Exception] = RuntimeError
 
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
@@ -39,6 +40,11 @@ class FakeEncoder:
         packed = torch.cat([expected(v, i.num_tokens) for v, i in zip(values, items, strict=True)])
         parts = packed.split([i.num_tokens for i in items])
         return [part[: len(part) - self.rows_short] for part in parts]
+
+    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None: ...
+
+    def drop_graphs(self) -> None:
+        self.num_drops += 1
 
 
 def expected(value: int, num_tokens: int) -> Tensor:

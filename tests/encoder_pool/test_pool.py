@@ -384,6 +384,7 @@ def test_reset_makes_the_next_request_encode_again(model):
     add(pool, "a", 1)
     drain(pool)
     pool.reset_cache()
+    assert model.num_drops == 1
     assert pool.check_integrity() is None
     pool.add(encode_message("b", 1), None)
     assert len(drain(pool)[1]) == 1

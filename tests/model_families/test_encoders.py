@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from contracts.errors import EngineError
 from contracts.specs import ImageSpec, MediaSpecs
-from encoder_pool.model import EncoderInput
+from encoder_pool.graphs import TowerGraphs
+from encoder_pool.model import EncoderInput, GraphBounds
 from model_families.qwen2_5_vl import encoder as qwen2_5_vl
 from model_families.qwen2_vl import encoder as qwen2_vl
 from model_families.qwen3_vl import encoder as qwen3_vl
@@ -31,6 +34,7 @@ from model_families.vision.layouts import Layouts
 from model_families.vision.packing import Segments, pack_grids, window_order
 from model_families.vision.patchify import Patchifier
 from stages.build import REHEARSED_TOKENS, rehearse
+from tests.encoder_pool.graph_fakes import Reruns
 from tests.tiny_models import VISION_FAMILIES, build_tiny, reference_model
 
 CPU = torch.device("cpu")
@@ -148,11 +152,63 @@ def test_a_kept_layout_gives_the_same_embeddings(family, folder):
     assert len(plain._tower._layouts._kept) == 0
 
 
+def graphed(encoder):
+    encoder.graphs = TowerGraphs(encoder, GraphBounds(1 << 30, 1024), Reruns)
+    return encoder
+
+
+def test_captured_forwards_give_the_same_embeddings(family, folder):
+    """Whatever runs between a layout's batches, and although nobody else keeps the layout."""
+    encoder, plain = graphed(load(family, folder)), load(family, folder)
+    lay_out, laid_out = encoder._tower._lay_out, []
+    encoder._tower._layouts = Layouts(
+        lambda *place: laid_out.append(place) or lay_out(*place), kept_patches=1
+    )
+    inputs = items(spec_of(folder))
+    batches = [inputs[:1], inputs[1:3], inputs[5:6], inputs, inputs[2:3]]
+    for turn in range(4):
+        for batch in batches:
+            other = [replace(item, features=item.features.roll(turn, 1)) for item in batch]
+            for found, expected in zip(encoder.encode(other), plain.encode(other), strict=True):
+                assert torch.equal(found, expected)
+    assert len(encoder.graphs) == len(batches)
+    assert len(laid_out) == 2 * len(batches) + 1
+
+
+class HostQuestions(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        asked = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "lift_fresh_copy"}
+        assert func.overloadpacket._qualified_op_name.removeprefix("aten::") not in asked, func
+        return func(*args, **kwargs or {})
+
+
+def test_a_second_forward_of_a_layout_asks_the_host_for_nothing(family, folder, monkeypatch):
+    encoder = load(family, folder)
+    inputs = items(spec_of(folder))
+    encoder.encode(inputs)
+    grids = tuple(i.grid_thw for i in inputs)
+    patches, forward = torch.zeros(encoder.input_shape(grids)), encoder.prepared(grids)
+    for name in ("tensor", "from_numpy", "as_tensor"):
+        monkeypatch.setattr(torch, name, None)
+    with torch.inference_mode(), HostQuestions():
+        forward(patches)
+
+
+def test_the_largest_batch_has_as_many_patches_as_are_asked_for(family, folder):
+    encoder = load(family, folder)
+    for num_patches in (4, 192, 12288, 1023):
+        largest = encoder.largest(num_patches)
+        assert encoder.input_shape(largest)[0] == num_patches // 4 * 4
+        assert encoder.num_tokens(largest) == num_patches // 4
+
+
 def test_a_layout_made_in_service_serves_where_something_is_learned(folder, family):
     encoder = load(family, folder)
     inputs = items(spec_of(folder), UNITS[:2])
     encoder.encode(inputs)
-    patches = encoder._patches(inputs).requires_grad_()
+    patches = torch.empty(encoder.input_shape(tuple(i.grid_thw for i in inputs)))
+    encoder._write(inputs, patches)
+    patches.requires_grad_()
     encoder._tower(patches, [i.grid_thw for i in inputs]).sum().backward()
     assert patches.grad is not None
 

@@ -17,7 +17,7 @@ from contracts.chunks import Chunk
 from contracts.messages import Encode
 from encoder_pool.batcher import BatchLimits
 from encoder_pool.cache import CacheConfig
-from encoder_pool.model import EncoderInput
+from encoder_pool.model import EncoderInput, GraphBounds
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
 from stages.encoder_stage import EncoderStage
 from stages.gpu_turns import MAX_HOLD_S, GpuTurns
@@ -132,6 +132,10 @@ class ToyEncoder:
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
         self.num_calls += 1
         return [self._rows(item) for item in items]
+
+    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None: ...
+
+    def drop_graphs(self) -> None: ...
 
     def _rows(self, item: EncoderInput) -> Tensor:
         rows = torch.arange(item.num_tokens, dtype=torch.float32)

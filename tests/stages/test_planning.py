@@ -19,7 +19,12 @@ from lm_engine.gpu_target import GpuTarget
 from model_families.registry import open_family
 from stages import deployment_bounds, planning
 from stages.deployment import DeploymentError
-from stages.memory_plan import render_plan
+from stages.memory_plan import (
+    ENCODER_GRAPH_BYTES,
+    StagePlan,
+    render_plan,
+    tower_graph_bytes,
+)
 from stages.options import ServeOptions, for_machine
 from stages.planning import make_plan
 
@@ -334,9 +339,29 @@ def test_graphs_are_planned_on_a_gpu(large_omni: Path, one_gpu: Callable[[int], 
     assert vocoder.graphs == pytest.approx(584 << 20, rel=0.1)
     assert thinker.graphs == pytest.approx((533 + 317 + 95) << 20, rel=0.1)
     assert sum(stage.total for stage in plan.stages) <= 139 << 30
-    assert plan.stage("vision").graphs == 0
+    assert plan.stage("vision").graphs == pytest.approx((506 + 64) << 20, rel=0.01)
     without = make_plan(
         ServeOptions(model=large_omni, overrides=(*ON_GPU, *settings, "thinker.cuda_graphs=false")),
         check_weights=False,
     )
     assert without.stage("thinker").graphs == 0
+
+
+def test_a_tower_s_graphs_are_planned_for_what_its_batches_need(
+    large_omni: Path, one_gpu: Callable[[int], None]
+) -> None:
+    one_gpu(139 << 30)
+
+    def vision(*settings: str) -> StagePlan:
+        options = ServeOptions(model=large_omni, overrides=(*ON_GPU, *settings))
+        return make_plan(options, check_weights=False).stage("vision")
+
+    default, none = vision(), vision("vision.cuda_graphs=false")
+    assert none.graphs == tower_graph_bytes(none) == 0
+    assert tower_graph_bytes(vision("vision.max_batch_patches=65536")) == ENCODER_GRAPH_BYTES
+    halved = vision("vision.max_batch_patches=6144")
+    assert tower_graph_bytes(halved) == pytest.approx(tower_graph_bytes(default) / 2, abs=2)
+    rest = default.total - default.graphs
+    assert vision(f"vision.memory={rest + (100 << 20)}").graphs == 100 << 20
+    assert vision(f"vision.memory={rest}").graphs == 0
+    assert vision("vision.devices=cpu").graphs == 0
