@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +14,7 @@ T = TypeVar("T")
 
 # Held by whoever captures or waits for the whole device: waiting spoils what another thread is capturing.
 DEVICE_LOCK = threading.RLock()
+_abandoned: list[torch.cuda.CUDAGraph] = []
 
 
 def synchronize(device: torch.device) -> None:
@@ -53,9 +55,25 @@ class GraphPool:
                 graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
                 try:
                     result = run()
-                finally:
                     graph.capture_end()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
         return graph, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that has failed: as torch's `capture_end` raises, the allocator still allocates for
+        it, and would refuse the pool's next capture. It still asks the graph as well, which is kept."""
+        import torch
+
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+            return
+        _abandoned.append(graph)
+        with contextlib.suppress(RuntimeError):  # versions that have done it by themselves
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            torch._C._cuda_endAllocateToPool(index, self._id)
+            torch._C._cuda_releasePool(index, self._id)
 
     @property
     def held_bytes(self) -> int:

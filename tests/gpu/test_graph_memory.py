@@ -38,3 +38,17 @@ def test_a_vocoder_s_graphs_take_little_more_than_one():
     vocoder = random_code2wav(tiny_config(), device="cuda:0")
     assert vocoder.capture_graphs() == 35
     assert graph_bytes(device) - before <= 60 * MIB  # without sharing each has a block or more of 2 MiB
+
+
+def test_a_pool_captures_again_after_a_capture_that_failed():
+    device = torch.device("cuda", 0)
+    pool, x = GraphPool(device), torch.ones(1000, device=device)
+    first, _ = pool.capture(lambda: x + 1)  # a pool lasts as long as a graph of it
+    with pytest.raises(RuntimeError):
+        pool.capture(lambda: (x + 1).cpu())
+    with pytest.raises(ZeroDivisionError):
+        pool.capture(lambda: (x + 1, 1 / 0))
+    graph, result = pool.capture(lambda: x + 2)
+    first.replay()
+    graph.replay()
+    assert result.sum().item() == 3000
