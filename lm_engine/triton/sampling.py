@@ -42,6 +42,7 @@ _CHANGES_BLOCK = 128
 _GROUPS = 32  # of a chunk: a top-k of up to that many times the chunks is bounded by their maxima
 _EDGES, _BRACKETS = 32, 2  # of what is 15 wide, a bracket of a bracket holds hundreds of values
 _LISTED = 4096  # values among which a program finds a floor
+_FEW = 128
 _ROW_BLOCK = 8192
 _MAX_TOP = 20
 _HISTORY_BLOCK = 1024
@@ -268,6 +269,7 @@ class RowsStep:
                 *number_args,
                 draws._unit,
                 BLOCK_K=_LISTED,
+                BLOCK_F=min(_FEW, _LISTED),
                 BLOCK_R=_ROW_BLOCK,
                 num_warps=8,
                 **draws._chunked,

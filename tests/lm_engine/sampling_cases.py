@@ -228,6 +228,21 @@ def test_a_step_that_fails_halfway_leaves_nothing_to_the_next(monkeypatch):
     assert_clean(draws)
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_device():
+    table, slots = table_of(KINDS), list(range(len(KINDS)))
+    draws, logits_SV = TritonDraws(table), some_logits(len(KINDS))
+    draws(asked_of(table, slots), logits_SV.clone())  # compiles, allocates
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = draws(asked_of(table, slots), logits_SV)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found.valid_R.all()
+
+
 def out_of_memory(step):
     assert step._draws._counts_PV.any()
     raise MemoryError
@@ -267,12 +282,13 @@ def test_ties_at_the_floor_are_kept():
     assert_same_survivors(kinds, some_logits(len(kinds), seed=8, scale=8).round() / 4)
 
 
-@pytest.mark.parametrize("listed", [4096, 16])
+@pytest.mark.parametrize(("few", "listed"), [(128, 4096), (1, 4096), (16, 16)])
 @pytest.mark.parametrize(("scale", "part"), [(0.01, 0), (1.0, 1), (30.0, 2)])
-def test_floors_of_flat_and_peaked_rows(monkeypatch, listed, scale, part):
+def test_floors_of_flat_and_peaked_rows(monkeypatch, few, listed, scale, part):
     """Also where the list is too short for what lies between the bounds."""
+    monkeypatch.setattr(sampling, "_FEW", few)
     monkeypatch.setattr(sampling, "_LISTED", listed)
-    kinds = FILTERS[20 * part : 20 * part + 20]
+    kinds = FILTERS[20 * part : 20 * part + 14]
     assert_same_survivors(kinds, some_logits(len(kinds), seed=4, scale=scale))
 
 

@@ -19,11 +19,12 @@ def _ordered(values_V):
 
 
 @triton.jit
-def _threshold(keys_V, mass_V, needed):
-    """The largest key such that the mass at and above it is at least `needed`; 0 if there is none."""
+def _threshold(keys_V, mass_V, needed, BITS: tl.constexpr = 32):
+    """The largest key of that many high bits such that the mass at and above it is at least `needed`; 0 if
+    there is none."""
     threshold = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in tl.range(0, 32):
+    for _ in tl.range(0, BITS):
         candidate = threshold | bit
         bit = bit >> 1
         reached = tl.sum(tl.where(keys_V >= candidate, mass_V, 0), axis=0) >= needed

@@ -182,7 +182,9 @@ def prepare_rows(
     lower = own_floor
     if top_k > 0:
         ones_G = tl.full([BLOCK_G], 1.0, tl.float32)
-        lower = tl.maximum(lower, _unordered(_threshold(_ordered(groups_G), ones_G, top_k.to(tl.float32))))
+        # Half of the bits: a bound a little lower than it could be, after half of the sums.
+        bound = _threshold(_ordered(groups_G), ones_G, top_k.to(tl.float32), 16)
+        lower = tl.maximum(lower, _unordered(bound))
     elif top_p < 1:
         # Less than 1 - p of the mass lies further below the best, which has a mass of 1 itself.
         lower = tl.maximum(lower, best - tl.log(V / (1 - top_p)) - 0.1)
@@ -312,6 +314,23 @@ def _row_threshold(
     return tl.maximum(threshold, least)
 
 
+@triton.jit
+def _floor_of_few(values_ptr, num_values, best, unit, top_k, top_p, above, total, BLOCK_F: tl.constexpr):
+    """Each value beside all others: it survives if fewer than k, and less than p of the mass, are larger."""
+    index_F = tl.arange(0, BLOCK_F)
+    keeps_F = index_F < num_values
+    value_F = tl.load(values_ptr + index_F, mask=keeps_F, other=-float("inf"), cache_modifier=".cg")
+    mass_F = _fixed_mass(value_F, best, unit)
+    larger_FF = value_F[None, :] > value_F[:, None]
+    if top_k > 0:
+        keeps_F = keeps_F & (tl.sum(larger_FF.to(tl.int32), axis=1) < top_k)
+        total = tl.sum(tl.where(keeps_F, mass_F, 0), axis=0)
+    if top_p < 1:
+        needed = _needed_mass(total, top_p) - above
+        keeps_F = keeps_F & (tl.sum(tl.where(larger_FF, mass_F[None, :], 0), axis=1) < needed)
+    return tl.min(tl.where(keeps_F, value_F, best), axis=0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def find_floors(
     logits_ptr,
@@ -331,12 +350,14 @@ def find_floors(
     BLOCK_V: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_F: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The floors of rows with top-k or top-p. `values` [S, K] takes what lies between a row's bounds, in the
-    order of arrival; more than K (thousands of equals, or a top-k of thousands) are looked up in the row
-    again and again. `num_values` is zero before and after."""
+    order of arrival. A few are compared with each other; more are searched bit by bit; more than K (thousands
+    of equals, or a top-k of thousands) are looked up in the row again and again. `num_values` is zero before
+    and after."""
     after_predecessors(PDL)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -374,7 +395,11 @@ def find_floors(
     if top_k == 0:
         above = tl.load(masses_ptr + row)
         total = tl.load(masses_ptr + num_rows + row)
-    if num_values <= BLOCK_K:
+    if num_values <= BLOCK_F:
+        floor = _ordered(
+            _floor_of_few(row_values_ptr, num_values, best, unit, top_k, top_p, above, total, BLOCK_F)
+        )
+    elif num_values <= BLOCK_K:
         values_K = tl.arange(0, BLOCK_K)
         values_K = tl.load(
             row_values_ptr + values_K, mask=values_K < num_values, other=-float("inf"), cache_modifier=".cg"
