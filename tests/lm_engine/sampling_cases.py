@@ -145,6 +145,15 @@ def test_other_vocabularies(vocabulary):
     assert_same(kinds, some_logits(len(kinds), vocabulary, seed=2))
 
 
+def test_a_large_vocabulary():
+    """As many chunks as a real model's, and tokens of the last of them drawn."""
+    kinds = [KINDS[2], KINDS[6], SamplingParams(top_k=50, logprobs=20, seed=3)]
+    logits_SV = some_logits(len(kinds), 151_936, seed=4, scale=2.0)
+    logits_SV[:, 151_900:] += 6.0
+    assert_same(kinds, logits_SV)
+    assert max(both(kinds, logits_SV)[1][0].token_R.tolist()) >= 151_900
+
+
 @pytest.mark.parametrize(
     "kinds",
     [
