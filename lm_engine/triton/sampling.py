@@ -33,8 +33,8 @@ from lm_engine.triton.jit.sampling import (
     count_tokens,
     find_floors,
     prepare_rows,
-    score_tokens,
 )
+from lm_engine.triton.jit.scores import score_tokens
 from lm_engine.triton.launch import interpreted, launch, launch_options, next_power
 from lm_engine.triton.step import VOCABULARY_BLOCK, draw_above
 
