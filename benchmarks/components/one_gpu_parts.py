@@ -178,7 +178,8 @@ def alone_encoder(run: Run) -> None:
     small = ("--device", "cpu", "--images", "1", "--grid", "4x4", "--rounds", "1") if run.quick else ()
     for one in component(run, "gpu_encoder", str(folder_of(run, CHAT_MODEL)), *small, limit_s=60) or ():
         pictures = "picture" if one["images"] == 1 else "pictures"
-        put(run, f"alone, encoder: {one['images']} {pictures}, ms", one["encode_ms"], one["floor_ms"])
+        what = f"{one['images']} {pictures} of {one['grid']}{' by graph' if one['graphs'] else ''}"
+        put(run, f"alone, encoder: {what}, ms", one["encode_ms"], one["floor_ms"])
 
 
 def alone_speech(run: Run) -> None:
