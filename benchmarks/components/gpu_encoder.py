@@ -5,8 +5,8 @@ python -m benchmarks.components.shape_folder qwen2_5_vl_3b /tmp/q3b
 python -m benchmarks.components.gpu_encoder /tmp/q3b --images 8 --grid 74x74 [--json FILE]
 
 The pixels are on the host, as in a server. `host ms` is what the thread needs until all is under way:
-copies of the pixels, then kernels or a graph. The last line of a way is of one small picture. The floor is the
-arithmetic of the blocks' products, and of attention in the layers that see a whole picture, at `--flops`.
+copies of the pixels, then kernels or a graph. The last line of a way is of one small picture. The floor is
+the arithmetic of the blocks' products, and of attention in the layers that see a whole picture, at `--flops`.
 """
 
 from __future__ import annotations

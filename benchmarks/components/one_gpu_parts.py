@@ -176,10 +176,13 @@ def alone_decode(run: Run) -> None:
 
 def alone_encoder(run: Run) -> None:
     small = ("--device", "cpu", "--images", "1", "--grid", "4x4", "--rounds", "1") if run.quick else ()
-    for one in component(run, "gpu_encoder", str(folder_of(run, CHAT_MODEL)), *small, limit_s=60) or ():
-        pictures = "picture" if one["images"] == 1 else "pictures"
-        what = f"{one['images']} {pictures} of {one['grid']}{' by graph' if one['graphs'] else ''}"
-        put(run, f"alone, encoder: {what}, ms", one["encode_ms"], one["floor_ms"])
+    found = component(run, "gpu_encoder", str(folder_of(run, CHAT_MODEL)), *small, limit_s=60) or ()
+    for one in found:
+        what = "1 picture" if one["images"] == 1 else f"{one['images']} pictures"
+        if one["grid"] != found[0]["grid"]:
+            what = "a small picture"
+        way = ", by graph" if one["graphs"] else ""
+        put(run, f"alone, encoder: {what}{way}, ms", one["encode_ms"], one["floor_ms"])
 
 
 def alone_speech(run: Run) -> None:

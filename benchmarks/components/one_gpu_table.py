@@ -65,6 +65,13 @@ def _alone_goals() -> Iterator[tuple[str, Goal]]:
     yield from ((f"alone, decode x{batch}: step, ms", Goal()) for batch in (1, 8, 32, 128))
     yield "alone, encoder: 1 picture, ms", Goal()
     yield "alone, encoder: 8 pictures, ms", Goal(130)
+    for what in (
+        "a small picture",
+        "1 picture, by graph",
+        "8 pictures, by graph",
+        "a small picture, by graph",
+    ):
+        yield f"alone, encoder: {what}, ms", Goal()
     for streams in SPEECH_TARGETS:
         yield f"alone, talker x{streams}: frame, ms", Goal(floor=FRAME_FLOORS_MS.get(streams))
     yield "alone, vocoder: 1 frame of 1, ms", Goal(floor=0.1)
