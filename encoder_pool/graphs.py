@@ -80,6 +80,10 @@ class GraphedTower(ABC, Generic[K]):
     graphs: TowerGraphs[K] | None = None
 
     @abstractmethod
+    def max_rows(self, bounds: GraphBounds) -> int:
+        """Of the input of a batch within the bounds."""
+
+    @abstractmethod
     def input_shape(self, key: K) -> tuple[int, ...]:
         """Rows come first."""
 
@@ -96,7 +100,7 @@ class GraphedTower(ABC, Generic[K]):
         """The layout of at most so many rows that takes the most memory."""
 
     def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
-        self.graphs = TowerGraphs(self, bounds)
+        self.graphs = TowerGraphs(self, bounds.num_bytes, self.max_rows(bounds))
         if ahead:
             self.graphs.reserve()
 
@@ -119,12 +123,18 @@ class TowerGraphs(Generic[K]):
     """A layout is captured when it comes for the second time, and the graphs used last are kept."""
 
     def __init__(
-        self, tower: GraphedTower[K], bounds: GraphBounds, make_recorder: Callable[[], Recorder] | None = None
+        self,
+        tower: GraphedTower[K],
+        num_bytes: int,
+        max_rows: int,
+        make_recorder: Callable[[], Recorder] | None = None,
     ) -> None:
+        """`num_bytes`: of the memory that all graphs share; `max_rows`: of the input of a batch."""
         self._tower = tower
-        self._bounds = bounds
+        self._num_bytes = num_bytes
+        self._least_rows = max(1, int(max_rows * LEAST_ROWS_SHARE))
         self._make_recorder = make_recorder or (lambda: _CudaRecorder(tower.device))
-        self._max_rows = bounds.max_rows
+        self._max_rows = max_rows
         self._memory: _Memory | None = None
         self._kept: OrderedDict[K, _Captured] = OrderedDict()  # the one used last at the end
         self._kept_rows = 0
@@ -197,7 +207,7 @@ class TowerGraphs(Generic[K]):
     @torch.inference_mode()
     def _capture(self, key: K, write: Write) -> Tensor | None:
         self._since_capture = 0
-        if not self.reserve() or self._rows(key) > self._max_rows:
+        if not self.reserve() or not self._fits(key):
             return None
         memory = self._memory
         assert memory is not None
@@ -207,7 +217,7 @@ class TowerGraphs(Generic[K]):
             self._meet(key, may_capture=False)
             self._tell(error)
             return None
-        if memory.held_bytes > self._bounds.num_bytes:
+        if memory.held_bytes > self._num_bytes:
             del captured, memory
             self.drop()
             self._meet(key, may_capture=False)
@@ -228,21 +238,36 @@ class TowerGraphs(Generic[K]):
     @torch.inference_mode()
     def _reserved(self) -> _Memory | None:
         """None, and no rows any more: there is no room."""
-        if self._has_dropped and self._tower.device.type == "cuda":
-            release_unused()
-        self._has_dropped = False
-        room = int(self._bounds.num_bytes * LARGEST_SHARE)
-        rows = self._max_rows
-        while rows >= max(1, self._bounds.max_rows * LEAST_ROWS_SHARE):
-            memory = _allocate(self._tower, self._tower.largest(rows), self._make_recorder())
-            held = memory.held_bytes
-            if held <= room:
-                self._max_rows = rows
-                return memory
-            del memory  # before the next one is captured
-            rows = min(rows * 3 // 4, rows * room // held)
+        room = int(self._num_bytes * LARGEST_SHARE)
+        if self._has_dropped:
+            self._give_back()
+        while self._max_rows >= self._least_rows:
+            largest = self._tower.largest(self._max_rows)
+            rows = self._max_rows = self._rows(largest)
+            try:
+                memory = _allocate(self._tower, largest, self._make_recorder())
+            except torch.OutOfMemoryError:
+                self._max_rows = rows // 2
+            else:
+                held = memory.held_bytes
+                if held <= room:
+                    return memory
+                del memory
+                self._max_rows = min(rows * 3 // 4, rows * room // held)
+            self._give_back()  # before the next one is captured
         self._max_rows = 0
         return None
+
+    def _give_back(self) -> None:
+        if self._tower.device.type == "cuda":
+            release_unused()
+        self._has_dropped = False
+
+    def _fits(self, key: K) -> bool:
+        """Many short sounds have more tokens than a long one of as many rows."""
+        assert self._memory is not None
+        num_values = self._tower.num_tokens(key) * self._tower.embedding_width
+        return self._rows(key) <= self._max_rows and num_values <= self._memory.results.numel()
 
     def _rows(self, key: K) -> int:
         return self._tower.input_shape(key)[0]

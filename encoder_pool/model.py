@@ -23,11 +23,12 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class GraphBounds:
-    """Of a tower's CUDA graphs. `num_bytes`: of the memory that all of them share; `max_rows`: of the input
-    of a batch that is captured (of a picture: patches)."""
+    """Of a tower's CUDA graphs. `num_bytes`: of the memory that all of them share. The others are a captured
+    batch's, see `encoder_pool.batcher`; sounds have no patches."""
 
     num_bytes: int
-    max_rows: int
+    max_tokens: int
+    max_patches: int
 
 
 class EncoderModel(Protocol):

@@ -132,7 +132,7 @@ def build_encoder_pool(
 
 def _allow_graphs(model: EncoderModel, config: EncoderConfig, plan: StagePlan, tell: Tell) -> None:
     """A worker that replaces another one captures later: requests wait for it."""
-    bounds = GraphBounds(tower_graph_bytes(plan), config.batch_patches)
+    bounds = GraphBounds(tower_graph_bytes(plan), config.max_batch_tokens, config.batch_patches)
     if not bounds.num_bytes:
         return
     if plan.starts_again:

@@ -11,6 +11,7 @@ import torch
 from lm_engine.graph_memory import planned_graph_bytes
 from lm_engine.model import DecoderConfig
 from lm_engine.parallel import shard_config
+from model_families.audio.encoder import GRAPHED_FRAMES
 from stages.deployment import (
     Deployment,
     DeploymentError,
@@ -39,8 +40,11 @@ MIB = 1 << 20
 # inner width there, and the residual stream. A narrower one holds about as much less as the root of its
 # weights.
 ENCODER_VALUES_PER_PATCH = 24_000
+AUDIO_VALUES_PER_FRAME = 16_000
 ENCODER_WEIGHTS = 665_000_000
-ENCODER_GRAPH_BYTES = 512 * MIB  # at most: larger batches are launched, which the GPU's work hides
+# At most: larger batches are launched, which the GPU's work hides.
+ENCODER_GRAPH_BYTES = 512 * MIB
+AUDIO_GRAPH_BYTES = 256 * MIB
 ENCODER_SCRATCH_BYTES = 64 * MIB  # of the library, of graphs themselves, and of what they read beside pixels
 
 
@@ -255,18 +259,21 @@ def plan_encoder(
     limit = stage_limit(name, config, device, memory)
     weights = weight_elements * dtype.itemsize
     graphs = 0
-    if device.startswith("cuda") and config.cuda_graphs and stage_of(name) == "vision":
-        graphs = _encoder_graphs(config, weight_elements, dtype)
+    if device.startswith("cuda") and config.cuda_graphs:
+        graphs = _encoder_graphs(stage_of(name), config, weight_elements, dtype)
         if limit is not None:  # they save time, and are no reason to refuse a stage
             graphs = min(graphs, max(0, limit - weights - cache - activations - edges))
     return StagePlan(name, device, dtype, weights, cache, activations, limit, graphs=graphs, edges=edges)
 
 
-def _encoder_graphs(config: EncoderConfig, weight_elements: int, dtype: torch.dtype) -> int:
+def _encoder_graphs(stage: str, config: EncoderConfig, weight_elements: int, dtype: torch.dtype) -> int:
     """Of the largest batch, but not more than is worth it."""
+    if stage == "vision":
+        values, most = config.batch_patches * ENCODER_VALUES_PER_PATCH, ENCODER_GRAPH_BYTES
+    else:
+        values, most = GRAPHED_FRAMES * AUDIO_VALUES_PER_FRAME, AUDIO_GRAPH_BYTES
     narrower = min(1.0, weight_elements / ENCODER_WEIGHTS) ** 0.5
-    values = int(config.batch_patches * ENCODER_VALUES_PER_PATCH * narrower)
-    return min(values * dtype.itemsize, ENCODER_GRAPH_BYTES) + ENCODER_SCRATCH_BYTES
+    return min(int(values * narrower) * dtype.itemsize, most) + ENCODER_SCRATCH_BYTES
 
 
 def tower_graph_bytes(plan: StagePlan) -> int:

@@ -134,7 +134,7 @@ def main() -> None:
     print("images       grid  way     encode ms  least ms  host ms  floor ms")
     found = measure_all(options, model, graphs=False)
     if options.graph_memory and device.type == "cuda":
-        model.allow_graphs(GraphBounds(options.graph_memory << 20, MAX_PATCHES), ahead=True)
+        model.allow_graphs(GraphBounds(options.graph_memory << 20, MAX_PATCHES, MAX_PATCHES), ahead=True)
         found += measure_all(options, model, graphs=True)
         assert isinstance(model, GraphedTower)
         assert model.graphs is not None

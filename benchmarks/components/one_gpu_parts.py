@@ -176,7 +176,8 @@ def alone_decode(run: Run) -> None:
 
 def alone_encoder(run: Run) -> None:
     small = ("--device", "cpu", "--images", "1", "--grid", "4x4", "--rounds", "1") if run.quick else ()
-    found = component(run, "gpu_encoder", str(folder_of(run, CHAT_MODEL)), *small, limit_s=60) or ()
+    folder = str(folder_of(run, CHAT_MODEL))
+    found: list[dict[str, Any]] = component(run, "gpu_encoder", folder, *small, limit_s=60) or []
     for one in found:
         what = "1 picture" if one["images"] == 1 else f"{one['images']} pictures"
         if one["grid"] != found[0]["grid"]:

@@ -27,7 +27,12 @@ from model_families.omni.config import read_thinker_config
 from model_families.omni.weights import thinker_audio_name
 from model_families.omnistage_nano.letters import FIRST_OF_WORDS, NUM_LETTERS, read_letters
 from model_families.omnistage_nano.lexicon import Lexicon, Speller
-from model_families.qwen2_5_omni.audio_encoder import AudioRows, Qwen25OmniAudioConfig, Qwen25OmniEars
+from model_families.qwen2_5_omni.audio_encoder import (
+    AudioRows,
+    Qwen25OmniAudioConfig,
+    Qwen25OmniEars,
+    RowsLayout,
+)
 from model_families.qwen2_5_omni.audio_weights import MODULES
 from model_families.vision.attention import PackedAttention, select_attention
 
@@ -54,6 +59,8 @@ class _Text(msgspec.Struct, frozen=True):
 
 
 class NanoEars(AudioRows):
+    waits_for_device = True  # the text is written on the host
+
     def __init__(
         self,
         config: Qwen25OmniAudioConfig,
@@ -70,9 +77,11 @@ class NanoEars(AudioRows):
 
     def spelled(self, features: Sequence[Tensor]) -> list[str]:
         """ "" where no word is heard."""
-        x_NW, num_rows = self.rows(features)
-        chances = self.letters(self.norm(x_NW)).float().log_softmax(-1).cpu()
-        return [self._spell(part_RL) for part_RL in chances.split(num_rows.tolist())]
+        return self._spelled(*self.stacked(features))
+
+    def _spelled(self, mel_FM: Tensor, layout: RowsLayout) -> list[str]:
+        chances = self.letters(self.norm(self.rows(mel_FM, layout))).float().log_softmax(-1).cpu()
+        return [self._spell(part_RL) for part_RL in chances.split(layout.num_rows.tolist())]
 
     def _spell(self, chances_RL: Tensor) -> str:
         if chances_RL[:, FIRST_OF_WORDS:].max() < log(LEAST_CHANCE):
@@ -81,10 +90,10 @@ class NanoEars(AudioRows):
             return read_letters(chances_RL.argmax(-1).tolist())
         return self._speller(chances_RL.numpy())
 
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
-        halves = [(mel.shape[1] - 1) // 2 + 1 for mel in features]
-        texts = self.spelled(features)
-        return torch.cat([self._read(text, rows // 2) for text, rows in zip(texts, halves, strict=True)])
+    def embed(self, mel_FM: Tensor, layout: RowsLayout) -> Tensor:
+        texts = self._spelled(mel_FM, layout)
+        sizes = [rows // 2 for rows in layout.num_rows.tolist()]
+        return torch.cat([self._read(text, size) for text, size in zip(texts, sizes, strict=True)])
 
     def _read(self, text: str, num_tokens: int) -> Tensor:
         """[num_tokens, words' width]."""
@@ -103,7 +112,7 @@ class NanoEars(AudioRows):
         return ids
 
 
-class NanoEncoder(AudioEncoder):
+class NanoEncoder(AudioEncoder[RowsLayout]):
     """An `encoder_pool` Listener."""
 
     def __init__(
@@ -114,7 +123,8 @@ class NanoEncoder(AudioEncoder):
 
     def heard(self, items: list[EncoderInput]) -> list[str]:
         with torch.inference_mode():
-            return self._ears.spelled(self._features(items))
+            features = [mel.to(self.device, self.dtype) for mel in self._features(items)]
+            return self._ears.spelled(features)
 
 
 def ears_name(name: str) -> str | None:

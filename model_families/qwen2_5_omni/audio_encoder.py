@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from contracts.specs import MediaSpecs
 from encoder_pool.model import EncoderModel
-from model_families.audio.chunks import Ints, chunk_lengths, first_rows, halved, stack_chunks
-from model_families.audio.encoder import AudioConfig, AudioTower, load_audio_encoder, require_gelu
+from model_families.audio.chunks import Ints, Stack, first_rows, halved, stack_of
+from model_families.audio.encoder import AudioConfig, AudioTower, Lengths, load_audio_encoder, require_gelu
 from model_families.audio.layers import NORM_EPS, AudioBlock, sinusoids
 from model_families.fields import Count
 from model_families.omni.config import read_thinker_config
@@ -31,7 +31,18 @@ class Qwen25OmniEars(msgspec.Struct, frozen=True):
     audio_config: Qwen25OmniAudioConfig = Qwen25OmniAudioConfig()
 
 
-class AudioRows(AudioTower):
+@dataclass(frozen=True)
+class RowsLayout:
+    """C chunks, L mel frames of each, N rows of all sounds: one for two frames."""
+
+    num_rows: Ints  # of each sound
+    chunks: Segments
+    sounding_C1L: Tensor  # bool: up to a chunk's end
+    rows_N: Tensor  # which of all chunks' rows belong to a sound
+    pairs: Tensor  # the first row of every pair
+
+
+class AudioRows(AudioTower[RowsLayout]):
     """The tower up to its last block: what families of this kind share."""
 
     def __init__(self, config: Qwen25OmniAudioConfig, attention: PackedAttention) -> None:
@@ -39,6 +50,8 @@ class AudioRows(AudioTower):
         require_gelu(config)
         self.config = config
         self.embedding_width = config.output_dim
+        self.num_mels = config.num_mel_bins
+        self.chunk = 2 * config.n_window
         width = config.d_model
         self.conv1 = nn.Conv1d(config.num_mel_bins, width, kernel_size=3, padding=1)
         self.conv2 = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
@@ -50,25 +63,34 @@ class AudioRows(AudioTower):
         )
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
-    def rows(self, features: Sequence[Tensor]) -> tuple[Tensor, Ints]:
-        """[N, width] of all sounds, a row for two mel frames, not normed; and how many are each sound's."""
-        chunk = 2 * self.config.n_window
-        num_frames = [mel.shape[1] for mel in features]
-        frames_C = chunk_lengths(num_frames, chunk)
-        rows_C = halved(frames_C)
-        x = self._convolve(stack_chunks(features, chunk), frames_C)
+    def rows(self, mel_FM: Tensor, layout: RowsLayout) -> Tensor:
+        """[N, width] of all sounds, not normed."""
+        chunks, _, length = layout.sounding_C1L.shape
+        x = self._convolve(mel_FM.view(chunks, -1, length), layout.sounding_C1L)
         positions = sinusoids(x.shape[1], x.shape[2], x.device).to(x.dtype)
-        x_NW = (x + positions).flatten(0, 1)[first_rows(rows_C, x.shape[1], x.device)]
-        segments = Segments(rows_C, x.device)
+        x_NW = (x + positions).flatten(0, 1)[layout.rows_N]
         for block in self.blocks:
-            x_NW = block(x_NW, segments)
-        return x_NW, halved(np.array(num_frames))
+            x_NW = block(x_NW, layout.chunks)
+        return x_NW
 
-    def _convolve(self, mel_CMF: Tensor, frames_C: Ints) -> Tensor:
+    def stacks(self, lengths: Lengths) -> tuple[Stack, ...]:
+        return (stack_of(range(len(lengths)), lengths, self.chunk),)
+
+    def _lay_out(self, lengths: Lengths, device: torch.device) -> RowsLayout:
+        (stack,) = self.stacks(lengths)
+        rows_C, num_rows = halved(stack.frames_C), halved(np.array(lengths))
+        sounding_CL = np.arange(stack.length) < stack.frames_C[:, None]
+        return RowsLayout(
+            num_rows=num_rows,
+            chunks=Segments(rows_C, device),
+            sounding_C1L=torch.from_numpy(sounding_CL).to(device).unsqueeze(1),
+            rows_N=first_rows(rows_C, int(halved(np.array([stack.length]))[0]), device),
+            pairs=torch.from_numpy(_pair_starts(num_rows)).to(device),
+        )
+
+    def _convolve(self, mel_CMF: Tensor, sounding_C1L: Tensor) -> Tensor:
         """[chunks, rows, width]. Past a chunk's end there is silence, for the second convolution too."""
-        lengths = torch.from_numpy(frames_C).to(mel_CMF.device)
-        holds_sound = torch.arange(mel_CMF.shape[2], device=mel_CMF.device) < lengths[:, None]
-        x = functional.gelu(self.conv1(mel_CMF)) * holds_sound.unsqueeze(1)
+        x = functional.gelu(self.conv1(mel_CMF)) * sounding_C1L
         return functional.gelu(self.conv2(x)).transpose(1, 2)
 
 
@@ -77,10 +99,9 @@ class Qwen25OmniAudioTower(AudioRows):
         super().__init__(config, attention)
         self.projection = nn.Linear(config.d_model, config.output_dim)
 
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
-        x_NW, num_rows = self.rows(features)
-        first = torch.from_numpy(_pair_starts(num_rows)).to(x_NW.device)
-        pooled = (x_NW[first] + x_NW[first + 1]) / 2
+    def embed(self, mel_FM: Tensor, layout: RowsLayout) -> Tensor:
+        x_NW = self.rows(mel_FM, layout)
+        pooled = (x_NW[layout.pairs] + x_NW[layout.pairs + 1]) / 2
         tokens: Tensor = self.projection(self.norm(pooled))
         return tokens
 

@@ -86,6 +86,9 @@ class VisionEncoder(GraphedTower[Grids], Generic[LayoutT]):
         if self._specs:
             super().allow_graphs(bounds, ahead=ahead)
 
+    def max_rows(self, bounds: GraphBounds) -> int:
+        return min(bounds.max_patches, bounds.max_tokens * self._merge_size**2)
+
     def input_shape(self, key: Grids) -> tuple[int, ...]:
         width = next(iter(self._patchify.values())).patch_width
         return sum(map(prod, key)), width

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contracts.specs import MediaSpecs
+from encoder_pool.graphs import Forward, GraphedTower
 from encoder_pool.model import EncoderInput, GraphBounds
+from model_families.audio.encoder import GRAPHED_FRAMES
 from model_families.dummy_weights import open_checkpoint
 from model_families.vision.weights import load_tower
 from model_families.whisper.config import NORM_EPS, WhisperConfig, read_whisper_config
@@ -78,8 +80,9 @@ class WhisperTower(nn.Module):
         return out
 
 
-class WhisperEncoder:
-    """An EncoderModel: items are windows of log-mel frames, all of `max_source_positions` tokens."""
+class WhisperEncoder(GraphedTower[int]):
+    """An EncoderModel: items are windows of log-mel frames, all of `max_source_positions` tokens. Batches of
+    as many windows are of one layout."""
 
     def __init__(
         self,
@@ -101,20 +104,31 @@ class WhisperEncoder:
         the reference."""
         for item in items:
             self._check(item)
-        config = self._config
-        with torch.inference_mode():
-            mel_BMF = torch.zeros(
-                len(items), config.num_mel_bins, config.window_frames, device=self.device, dtype=self.dtype
-            )
+
+        def write(mel_BMF: Tensor) -> None:
+            mel_BMF.zero_()
             for mel_MF, item in zip(mel_BMF, items, strict=True):
                 mel_MF[:, : item.features.shape[1]] = item.features.to(self.device)
-            out: Tensor = self._tower(mel_BMF)
-            return list(out.unbind(0))
 
-    def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
-        """Its forwards are not captured."""
+        return self.compute(len(items), [item.num_tokens for item in items], write)
 
-    def drop_graphs(self) -> None: ...
+    # --- graphs -------------------------------------------------------------------------------------------
+    def max_rows(self, bounds: GraphBounds) -> int:
+        config = self._config
+        most = bounds.max_tokens // config.max_source_positions, GRAPHED_FRAMES // config.window_frames
+        return max(1, min(most))
+
+    def input_shape(self, key: int) -> tuple[int, ...]:
+        return key, self._config.num_mel_bins, self._config.window_frames
+
+    def num_tokens(self, key: int) -> int:
+        return key * self._config.max_source_positions
+
+    def prepared(self, key: int) -> Forward:
+        return lambda mel_BMF: self._tower(mel_BMF).flatten(0, 1)
+
+    def largest(self, num_rows: int) -> int:
+        return num_rows
 
     def _check(self, item: EncoderInput) -> None:
         config, shape = self._config, tuple(item.features.shape)

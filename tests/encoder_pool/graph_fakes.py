@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from encoder_pool.graphs import Forward, GraphedTower, Run, TowerGraphs
 from encoder_pool.model import GraphBounds
@@ -49,6 +50,9 @@ class SumTower(GraphedTower[Sizes]):
         self.weight = torch.arange(6.0).view(3, 2)
         self.laid_out: list[Sizes] = []
 
+    def max_rows(self, bounds: GraphBounds) -> int:
+        return bounds.max_tokens * 2
+
     def input_shape(self, key: Sizes) -> tuple[int, ...]:
         return sum(key), 3
 
@@ -73,9 +77,18 @@ class SumTower(GraphedTower[Sizes]):
 def graphed(*recorders: Reruns, num_bytes: int = 1 << 20, max_rows: int = 64) -> SumTower:
     """Its graphs are of the recorders, one after another."""
     tower, left = SumTower(), list(recorders)
-    tower.graphs = TowerGraphs(tower, GraphBounds(num_bytes, max_rows), lambda: left.pop(0))
+    tower.graphs = TowerGraphs(tower, num_bytes, max_rows, lambda: left.pop(0))
     return tower
 
 
 def rows(num_rows: int, seed: int = 0) -> Tensor:
     return torch.randn(num_rows, 3, generator=torch.Generator().manual_seed(seed))
+
+
+class HostQuestions(TorchDispatchMode):
+    """Refuses what a capture would: values that the host reads, and tensors that it makes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        asked = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "lift_fresh_copy"}
+        assert func.overloadpacket._qualified_op_name.removeprefix("aten::") not in asked, func
+        return func(*args, **kwargs or {})

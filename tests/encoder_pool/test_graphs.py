@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from encoder_pool import graphs
+from encoder_pool.graphs import TowerGraphs
 from tests.encoder_pool.graph_fakes import Reruns, SumTower, graphed, rows
 
 
@@ -42,6 +43,17 @@ def test_what_is_larger_than_the_bound_runs_plainly():
         tower.embed(rows(8))
     assert len(tower.graphs) == 1
     assert tower.laid_out.count((10,)) == 4
+
+
+def test_what_has_more_tokens_than_the_largest_runs_plainly(monkeypatch, caplog):
+    """Of short items tokens may be more than of one long one."""
+    tower, recorder = SumTower(), Reruns()
+    monkeypatch.setattr(tower, "num_tokens", lambda key: 33 if len(key) > 1 else sum(key) // 2)
+    tower.graphs = TowerGraphs(tower, 1 << 20, 64, lambda: recorder)
+    for _ in range(3):
+        tower.embed(rows(30), rows(34))
+    assert recorder.recorded == 1
+    assert not caplog.records
 
 
 def test_the_graphs_used_last_are_kept(monkeypatch):
@@ -110,6 +122,16 @@ def test_without_room_nothing_is_captured():
     assert tower.graphs.max_rows == 0
     assert tower.graphs.held_bytes == 0
     assert sum(recorder.recorded for recorder in recorders) < 8
+
+
+def test_memory_that_ends_leaves_room_for_less():
+    class Full(Reruns):
+        def record(self, run):
+            raise torch.OutOfMemoryError("no memory")
+
+    tower = graphed(Full(), Full(), Reruns())
+    assert tower.graphs.reserve()
+    assert tower.graphs.max_rows == 16
 
 
 def test_a_graph_beyond_the_bytes_gives_all_back_and_is_not_captured_again():

@@ -13,16 +13,20 @@ import torch
 from contracts.capture import graph_bytes
 from encoder_pool.graphs import TowerGraphs
 from encoder_pool.model import EncoderInput, GraphBounds
+from model_families.audio.encoder import AudioEncoder
 from model_families.registry import open_family
 from model_families.vision.encoder import VisionEncoder
+from model_families.whisper.encoder import WhisperEncoder
 from tests.tiny_models import VISION_FAMILIES
+from tests.tiny_omni import OMNI_FAMILIES
+from tests.tiny_whisper import WINDOW_POSITIONS, build_tiny_whisper
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICE = torch.device("cuda", 0)
-BOUNDS = GraphBounds(256 << 20, 1024)
+BOUNDS = GraphBounds(256 << 20, max_tokens=256, max_patches=1024)
 DTYPES = [torch.float32, torch.bfloat16]
 SIDES = [[(4, 6)], [(8, 4), (2, 2)], [(6, 6), (6, 6)], [(10, 14)], [(2, 2), (8, 4)]]  # in merge blocks
 
@@ -32,7 +36,7 @@ def load(folder, dtype, *, graphs: bool = True) -> VisionEncoder:
     assert isinstance(encoder, VisionEncoder)
     if graphs:
         encoder.allow_graphs(BOUNDS, ahead=True)
-        assert encoder.graphs.max_rows == BOUNDS.max_rows
+        assert encoder.graphs.max_rows == BOUNDS.max_patches
     return encoder
 
 
@@ -87,6 +91,43 @@ def test_replays_give_what_the_kernels_give(tiny, family, dtype):
                 expected += plain.encode(batch)
                 found += graphed.encode(batch)
     assert len(graphed.graphs) == len(SIDES)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def audio(folder, dtype, *, graphs: bool) -> AudioEncoder | WhisperEncoder:
+    encoder = open_family(folder).load_encoder("audio", DEVICE, dtype)
+    assert isinstance(encoder, AudioEncoder | WhisperEncoder)
+    if graphs:
+        encoder.allow_graphs(BOUNDS, ahead=True)
+        assert encoder.graphs.max_rows == encoder.max_rows(BOUNDS)
+    return encoder
+
+
+def sounds(folder, lengths, seed: int) -> list[EncoderInput]:
+    spec = open_family(folder).media_specs.audio
+    generator = torch.Generator().manual_seed(seed)
+    mels = [torch.randn(spec.num_mels, n, generator=generator) for n in lengths]
+    is_windowed = spec.tokens == "whisper"
+    counts = [WINDOW_POSITIONS if is_windowed else spec.num_tokens(n) for n in lengths]
+    return [EncoderInput("audio", mel, (0, 0, 0), n) for mel, n in zip(mels, counts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*OMNI_FAMILIES, "whisper"])
+def test_sounds_replayed_are_what_the_kernels_give(tiny_omni, tmp_path, family, dtype):
+    folder = build_tiny_whisper(tmp_path / "whisper") if family == "whisper" else tiny_omni(family)
+    batches = (
+        [(40,), (19, 40, 7), (7, 19, 40)] if family == "whisper" else [(437,), (10, 400, 99), (99, 10, 400)]
+    )
+    plain, graphed = audio(folder, dtype, graphs=False), audio(folder, dtype, graphs=True)
+    expected, found = [], []
+    with launching_elsewhere():
+        for seed in range(5):
+            for lengths in batches:
+                expected += plain.encode(sounds(folder, lengths, seed))
+                found += graphed.encode(sounds(folder, lengths, seed))
+    assert len(graphed.graphs) == (2 if family == "whisper" else 3)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -171,10 +212,9 @@ def test_videos_are_captured_as_pictures_are(tiny):
 def test_a_bound_too_small_for_the_largest_leaves_smaller_ones(tiny):
     folder = tiny("qwen2_vl")
     encoder = load(folder, torch.float32, graphs=False)
-    encoder.allow_graphs(replace(BOUNDS, max_rows=65536), ahead=True)
+    encoder.allow_graphs(replace(BOUNDS, max_tokens=16384, max_patches=65536), ahead=True)
     held = encoder.graphs.held_bytes
-    bounds = GraphBounds(int(held * 0.7), 65536)
-    encoder.graphs = TowerGraphs(encoder, bounds)
+    encoder.graphs = TowerGraphs(encoder, int(held * 0.7), 65536)
     assert encoder.graphs.reserve()
     assert 0 < encoder.graphs.max_rows < 65536
-    assert encoder.graphs.held_bytes <= bounds.num_bytes
+    assert encoder.graphs.held_bytes <= int(held * 0.7)

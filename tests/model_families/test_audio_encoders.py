@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from contracts.specs import AudioSpec, MediaSpecs
-from encoder_pool.model import EncoderInput
+from encoder_pool.graphs import TowerGraphs
+from encoder_pool.model import EncoderInput, GraphBounds
+from model_families.audio.encoder import GRAPHED_FRAMES
 from model_families.qwen2_5_omni import audio_encoder as qwen2_5_omni
 from model_families.qwen3_omni_moe import audio_encoder as qwen3_omni_moe
+from tests.encoder_pool.graph_fakes import HostQuestions, Reruns
 from tests.tiny_omni import MEL_BINS, OMNI_FAMILIES, reference_thinker
 
 torch.set_num_threads(1)
@@ -87,3 +92,37 @@ def test_contradicting_items_are_refused(family, tiny_omni, change, message):
     fields = {"modality": "audio", "features": item.features, "num_tokens": item.num_tokens + 9}
     with pytest.raises(ValueError, match=message):
         load(family, tiny_omni(family)).encode([EncoderInput(**{**fields, **change}, grid_thw=(0, 0, 0))])
+
+
+def test_captured_forwards_give_the_same_embeddings(family, tiny_omni):
+    encoder, plain = (load(family, tiny_omni(family)) for _ in range(2))
+    recorder = Reruns()
+    encoder.graphs = TowerGraphs(encoder, 1 << 30, 5000, lambda: recorder)
+    batches = [sounds(family, lengths) for lengths in ((437,), (10, 400, 99), (99, 400, 10), LENGTHS, (12,))]
+    for turn in range(4):
+        for batch in batches:
+            other = [replace(item, features=item.features.roll(turn, 1)) for item in batch]
+            for found, expected in zip(encoder.encode(other), plain.encode(other), strict=True):
+                assert torch.equal(found, expected)
+    assert (recorder.recorded, recorder.runs) == (1 + 5, 2 * 5)
+
+
+def test_a_second_forward_of_the_same_lengths_asks_the_host_for_nothing(family, tiny_omni, monkeypatch):
+    encoder = load(family, tiny_omni(family))
+    encoder.encode(sounds(family))
+    mel, forward = torch.zeros(encoder.input_shape(LENGTHS)), encoder.prepared(LENGTHS)
+    for name in ("tensor", "from_numpy", "as_tensor"):
+        monkeypatch.setattr(torch, name, None)
+    with torch.inference_mode(), HostQuestions():
+        forward(mel)
+
+
+def test_the_largest_batch_is_one_sound_of_whole_chunks(family, tiny_omni):
+    encoder = load(family, tiny_omni(family))
+    chunk = encoder._tower.chunk
+    for tokens in (1, 1000, 100_000):
+        rows = encoder.max_rows(GraphBounds(1 << 30, max_tokens=tokens, max_patches=1))
+        assert rows % chunk == 0
+        assert encoder.input_shape(encoder.largest(rows)) == (rows, MEL_BINS)
+        assert chunk <= rows <= GRAPHED_FRAMES
+        assert encoder.num_tokens(encoder.largest(rows)) <= max(tokens, encoder.num_tokens((chunk,)))

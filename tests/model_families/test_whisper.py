@@ -29,12 +29,14 @@ from contracts.transcription import (
     TranscriptSegment,
     TranscriptText,
 )
-from encoder_pool.model import EncoderInput
+from encoder_pool.graphs import TowerGraphs
+from encoder_pool.model import EncoderInput, GraphBounds
 from lm_engine.config import EngineConfig
 from lm_engine.engine import LMEngine
 from lm_engine.memory import allocate_kv
 from lm_engine.model import Kernels
 from lm_engine.runner import Runner
+from model_families.audio.encoder import GRAPHED_FRAMES
 from model_families.text import HFChatTokenizer
 from model_families.transcription import Ask, Recognition
 from model_families.whisper import transcription
@@ -45,6 +47,7 @@ from model_families.whisper.rules import WhisperRule
 from model_families.whisper.transcription import WhisperTranscriber
 from model_families.whisper.weights import load_decoder
 from model_families.whisper.words import words_of
+from tests.encoder_pool.graph_fakes import Reruns
 from tests.tiny_whisper import (
     NUM_MELS,
     WINDOW_FRAMES,
@@ -223,6 +226,22 @@ def test_the_encoder_equals_the_reference(folder: Path) -> None:
         with torch.no_grad():
             theirs = reference_whisper(folder).model.encoder(padded[None]).last_hidden_state[0]
         torch.testing.assert_close(embeddings, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_captured_windows_give_the_same_embeddings(folder: Path) -> None:
+    """However long what is in them; the rest of a window is filled up anew."""
+    plain, encoder = (load_encoder(folder, MediaSpecs(), CPU, torch.float32) for _ in range(2))
+    recorder = Reruns()
+    encoder.graphs = TowerGraphs(encoder, 1 << 30, 3, lambda: recorder)
+    for turn in range(4):
+        for lengths in ((WINDOW_FRAMES,), (37, WINDOW_FRAMES), (WINDOW_FRAMES - turn, 12, 5)):
+            mels = [mel(length, seed=turn) for length in lengths]
+            items = [EncoderInput("audio", one, (0, 0, 0), WINDOW_POSITIONS) for one in mels]
+            for found, expected in zip(encoder.encode(items), plain.encode(items), strict=True):
+                assert torch.equal(found, expected)
+    assert (recorder.recorded, recorder.runs) == (4, 6)
+    bounds = GraphBounds(1, max_tokens=100 * WINDOW_POSITIONS, max_patches=1)
+    assert encoder.max_rows(bounds) == min(100, GRAPHED_FRAMES // WINDOW_FRAMES)
 
 
 @pytest.mark.parametrize(("block_size", "kernels"), [(10, "reference"), (16, "auto")])

@@ -340,6 +340,7 @@ def test_graphs_are_planned_on_a_gpu(large_omni: Path, one_gpu: Callable[[int], 
     assert thinker.graphs == pytest.approx((533 + 317 + 95) << 20, rel=0.1)
     assert sum(stage.total for stage in plan.stages) <= 139 << 30
     assert plan.stage("vision").graphs == pytest.approx((506 + 64) << 20, rel=0.01)
+    assert plan.stage("audio").graphs == (256 + 64) << 20
     without = make_plan(
         ServeOptions(model=large_omni, overrides=(*ON_GPU, *settings, "thinker.cuda_graphs=false")),
         check_weights=False,
