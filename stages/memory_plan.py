@@ -45,7 +45,8 @@ ENCODER_WEIGHTS = 665_000_000
 # At most: larger batches are launched, which the GPU's work hides.
 ENCODER_GRAPH_BYTES = 512 * MIB
 AUDIO_GRAPH_BYTES = 256 * MIB
-ENCODER_SCRATCH_BYTES = 64 * MIB  # of the library, of graphs themselves, and of what they read beside pixels
+ENCODER_LIBRARY_BYTES = 32 * MIB  # of products, in the memory that graphs share
+ENCODER_LAYOUT_BYTES = 32 * MIB  # of graphs themselves, and of what they read beside pixels and weights
 
 
 @dataclass(frozen=True)
@@ -273,12 +274,13 @@ def _encoder_graphs(stage: str, config: EncoderConfig, weight_elements: int, dty
     else:
         values, most = GRAPHED_FRAMES * AUDIO_VALUES_PER_FRAME, AUDIO_GRAPH_BYTES
     narrower = min(1.0, weight_elements / ENCODER_WEIGHTS) ** 0.5
-    return min(int(values * narrower) * dtype.itemsize, most) + ENCODER_SCRATCH_BYTES
+    shared = min(int(values * narrower) * dtype.itemsize, most) + ENCODER_LIBRARY_BYTES
+    return shared + ENCODER_LAYOUT_BYTES
 
 
 def tower_graph_bytes(plan: StagePlan) -> int:
     """Of an encoder's, what all graphs share."""
-    return max(0, plan.graphs - ENCODER_SCRATCH_BYTES)
+    return max(0, plan.graphs - ENCODER_LAYOUT_BYTES)
 
 
 def plan_vocoder(

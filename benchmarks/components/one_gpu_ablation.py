@@ -30,6 +30,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "steps of 2,048 beside decodes": ("thinker.mixed_step_tokens=2048",),
     "no embedding cache": ("vision.embedding_cache=0", "vision.embedding_cache_host=0"),
     "no CUDA graphs": ("thinker.cuda_graphs=false",),
+    "no CUDA graphs of the encoder": ("vision.cuda_graphs=false",),
     "prompts beside the encoder": ("thinker.encoder_step_tokens=512",),
     "an encoder that does not give way": ("vision.max_tokens_ahead=1000000",),
     "an encoder two pictures ahead": ("vision.max_tokens_ahead=2048",),

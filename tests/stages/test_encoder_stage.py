@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from contracts.errors import EngineError
 from contracts.media import FeatureRef
 from contracts.messages import FeaturesConsumed, Heard, Listen
-from encoder_pool.model import EncoderInput
+from encoder_pool.model import EncoderInput, GraphBounds
 from encoder_pool.pool import EncoderPool, EncoderPoolConfig
-from stages.encoder_stage import EncoderStage, Wait, launched
+from model_families.vision.encoder import VisionEncoder
+from stages.build import build_encoder_pool
+from stages.encoder_stage import EncoderStage, Wait, launched, no_arena
+from stages.memory_plan import ENCODER_LAYOUT_BYTES
+from stages.options import ServeOptions
+from stages.planning import make_plan
 from tests.encoder_pool.fakes import FakeEncoder, add, encode_message, expected
 
 
@@ -131,3 +140,33 @@ def test_sounds_are_written_down_together_beside_what_is_encoded() -> None:
     assert model.calls == [[3]]
     assert stage.is_idle()
     assert stage.check_integrity() is None
+
+
+def test_a_stage_that_closes_drops_its_graphs() -> None:
+    stage = stage_of(Device())
+    model = stage.pool._model
+    assert isinstance(model, FakeEncoder)
+    stage.reset_cache()
+    stage.close()
+    assert model.num_drops == 2
+    EncoderStage("vision", lambda: (stage.pool, ""), no_arena).close()  # never started
+
+
+@pytest.mark.parametrize("starts_again", [False, True])
+def test_a_tower_is_told_what_its_graphs_may_take(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, starts_again: bool
+) -> None:
+    """The largest is captured before requests come, unless they wait already."""
+    told: list[tuple[GraphBounds, bool]] = []
+    monkeypatch.setattr(
+        VisionEncoder, "allow_graphs", lambda self, bounds, *, ahead: told.append((bounds, ahead))
+    )
+    small = ("vision.devices=cpu", "vision.max_batch_tokens=100", "vision.max_batch_patches=300")
+    options = ServeOptions(model=tiny("qwen2_5_vl"), overrides=small, dtype="float32")
+    plan = make_plan(options, check_memory=False)
+    config, stage = plan.deployment.encoders["vision"], plan.stage("vision")
+    build_encoder_pool(plan.family, config, replace(stage, starts_again=starts_again))
+    assert told == []  # none are planned on a CPU
+    planned = replace(stage, graphs=ENCODER_LAYOUT_BYTES + 77, starts_again=starts_again)
+    build_encoder_pool(plan.family, config, planned)
+    assert told == [(GraphBounds(77, max_tokens=100, max_patches=300), not starts_again)]
