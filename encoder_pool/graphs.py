@@ -104,6 +104,10 @@ class GraphedTower(ABC, Generic[K]):
         if ahead:
             self.graphs.reserve()
 
+    @property
+    def num_replays(self) -> int:
+        return 0 if self.graphs is None else self.graphs.num_replays
+
     def drop_graphs(self) -> None:
         if self.graphs is not None:
             self.graphs.drop()
@@ -141,6 +145,7 @@ class TowerGraphs(Generic[K]):
         self._met: OrderedDict[K, bool] = OrderedDict()  # whether it may be captured; as above
         self._since_capture = BATCHES_PER_CAPTURE
         self._has_failed = self._has_dropped = False
+        self.num_replays = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -164,6 +169,7 @@ class TowerGraphs(Generic[K]):
         self._kept.move_to_end(key)
         write(found.inputs)
         found.replay()
+        self.num_replays += 1
         return found.results_TW
 
     def reserve(self) -> bool:
@@ -243,7 +249,10 @@ class TowerGraphs(Generic[K]):
             self._give_back()
         while self._max_rows >= self._least_rows:
             largest = self._tower.largest(self._max_rows)
-            rows = self._max_rows = self._rows(largest)
+            rows = self._rows(largest)
+            if not self._least_rows <= rows <= self._max_rows:  # it has no smaller one
+                break
+            self._max_rows = rows
             try:
                 memory = _allocate(self._tower, largest, self._make_recorder())
             except torch.OutOfMemoryError:

@@ -44,6 +44,11 @@ class EncoderModel(Protocol):
         features."""
         ...
 
+    @property
+    def num_replays(self) -> int:
+        """Batches that were computed by a CUDA graph of an earlier one."""
+        ...
+
     def allow_graphs(self, bounds: GraphBounds, *, ahead: bool) -> None:
         """From now on batches of a layout that comes again are computed by CUDA graph, where the tower can.
         `ahead`: the largest is captured now, in whose memory others find room."""

@@ -213,6 +213,7 @@ class EncoderPool:
     def stats(self) -> dict[str, float]:
         return self._cache.stats() | {
             "encoder_batches_total": self._batches,
+            "encoder_replayed_batches_total": self._model.num_replays,
             "encoder_items_total": self._items,
             "encoder_tokens_total": self._tokens,
             "encoder_patches_total": self._patches,

@@ -29,7 +29,7 @@ class FakeEncoder:
         self.calls: list[list[int]] = []
         self.poison: set[int] = set()
         self.rows_short = 0
-        self.num_drops = 0
+        self.num_drops = self.num_replays = 0
         self.error: type[Exception] = RuntimeError
 
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:

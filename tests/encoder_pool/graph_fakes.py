@@ -60,6 +60,7 @@ class SumTower(GraphedTower[Sizes]):
         return sum(key) // 2
 
     def prepared(self, key: Sizes) -> Forward:
+        assert sum(key), "an empty batch"
         self.laid_out.append(key)
         size_N1 = torch.tensor([float(size) for size in key for _ in range(size)]).unsqueeze(1)
         return lambda x_N3: ((x_N3 + size_N1) @ self.weight).view(-1, 2, 2).sum(1)

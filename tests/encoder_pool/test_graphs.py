@@ -19,6 +19,8 @@ def test_a_layout_is_captured_when_it_comes_again_and_replayed_from_then_on():
         pixels = rows(8, seed)
         assert torch.equal(tower.embed(pixels)[0], SumTower().embed(pixels)[0])
         assert (recorder.recorded, recorder.runs) == (recorded, runs)
+    assert tower.num_replays == 2
+    assert SumTower().num_replays == 0
 
 
 def test_layouts_take_turns_and_results_outlive_the_next_replay():
@@ -132,6 +134,15 @@ def test_memory_that_ends_leaves_room_for_less():
     tower = graphed(Full(), Full(), Reruns())
     assert tower.graphs.reserve()
     assert tower.graphs.max_rows == 16
+
+
+@pytest.mark.parametrize("least", [8, 0])
+def test_towers_that_have_no_smaller_batch_are_not_captured(monkeypatch, least):
+    """Sounds are of whole chunks, pictures of whole blocks."""
+    tower = graphed(*(Reruns(lambda _: 6000) for _ in range(20)), num_bytes=6000, max_rows=32)
+    monkeypatch.setattr(tower, "largest", lambda num_rows: (max(num_rows // 8 * 8, least),))
+    assert not tower.graphs.reserve()
+    assert tower.graphs.max_rows == 0
 
 
 def test_a_graph_beyond_the_bytes_gives_all_back_and_is_not_captured_again():

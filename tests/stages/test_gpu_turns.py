@@ -127,7 +127,7 @@ class ToyEncoder:
     encoder_id, embedding_width, dtype, device = "toy", WIDTH, torch.float32, torch.device("cpu")
 
     def __init__(self) -> None:
-        self.num_calls = 0
+        self.num_calls = self.num_replays = 0
 
     def encode(self, items: list[EncoderInput]) -> list[Tensor]:
         self.num_calls += 1
