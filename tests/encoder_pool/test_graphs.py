@@ -137,12 +137,13 @@ def test_memory_that_ends_leaves_room_for_less():
 
 
 @pytest.mark.parametrize("least", [8, 0])
-def test_towers_that_have_no_smaller_batch_are_not_captured(monkeypatch, least):
+def test_towers_that_have_no_smaller_batch_are_not_captured(monkeypatch, caplog, least):
     """Sounds are of whole chunks, pictures of whole blocks."""
     tower = graphed(*(Reruns(lambda _: 6000) for _ in range(20)), num_bytes=6000, max_rows=32)
     monkeypatch.setattr(tower, "largest", lambda num_rows: (max(num_rows // 8 * 8, least),))
     assert not tower.graphs.reserve()
     assert tower.graphs.max_rows == 0
+    assert not caplog.records
 
 
 def test_a_graph_beyond_the_bytes_gives_all_back_and_is_not_captured_again():
