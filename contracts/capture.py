@@ -30,9 +30,6 @@ class GraphPool:
 
     All are captured on one stream, since the allocator gives a freed block to its own stream alone: with a
     stream each, every graph would keep memory of its own. The largest first, and the others fit into it.
-
-    Kernels of a graph have the priority of the stream that they were captured on, not of the one it is
-    replayed on: captured on one like that of the thread which makes the pool, and replays.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,8 +37,7 @@ class GraphPool:
 
         self._device = device
         self._id = torch.cuda.graph_pool_handle()
-        priority = torch.cuda.current_stream(device).priority
-        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of what `run` launches, and what it returns. It has run once, so that nothing is compiled

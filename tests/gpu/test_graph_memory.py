@@ -52,15 +52,3 @@ def test_a_pool_captures_again_after_a_capture_that_failed():
     first.replay()
     graph.replay()
     assert result.sum().item() == 3000
-
-
-@pytest.mark.parametrize("priority", [0, -1])
-def test_a_graph_has_the_priority_of_the_stream_that_it_is_made_for(priority):
-    device = torch.device("cuda", 0)
-    with torch.cuda.stream(torch.cuda.Stream(device, priority=priority)):
-        pool, x = GraphPool(device), torch.ones(8, device=device)
-        graph, streams = pool.capture(lambda: [torch.cuda.current_stream(device), x + 1])
-    assert streams[0].priority == priority
-    graph.replay()
-    torch.cuda.synchronize(device)
-    assert streams[1].tolist() == [2.0] * 8
