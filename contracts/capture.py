@@ -32,12 +32,14 @@ class GraphPool:
     stream each, every graph would keep memory of its own. The largest first, and the others fit into it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, after: GraphPool | None = None) -> None:
+        """`after`: whose stream is used on. What cuBLAS works with it keeps for each stream, in the memory of
+        the pool that was captured into first, for as long as the process lives."""
         import torch  # contracts load without it
 
         self._device = device
         self._id = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = after._stream if after is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of what `run` launches, and what it returns. It has run once, so that nothing is compiled

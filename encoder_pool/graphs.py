@@ -137,7 +137,7 @@ class TowerGraphs(Generic[K]):
         self._tower = tower
         self._num_bytes = num_bytes
         self._least_rows = max(1, int(max_rows * LEAST_ROWS_SHARE))
-        self._make_recorder = make_recorder or (lambda: _CudaRecorder(tower.device))
+        self._make_recorder = make_recorder or _CudaRecorders(tower.device)
         self._max_rows = max_rows
         self._memory: _Memory | None = None
         self._kept: OrderedDict[K, _Captured] = OrderedDict()  # the one used last at the end
@@ -315,9 +315,21 @@ def _record(
     return _Captured(own_inputs, results_TW, recorder.record(run), forward)
 
 
-class _CudaRecorder:
+class _CudaRecorders:
+    """Makes one after the other, of a tower."""
+
     def __init__(self, device: torch.device) -> None:
-        self._pool = GraphPool(device)
+        self._device = device
+        self._last: GraphPool | None = None
+
+    def __call__(self) -> Recorder:
+        self._last = GraphPool(self._device, after=self._last)
+        return _CudaRecorder(self._last)
+
+
+class _CudaRecorder:
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
 
     def record(self, run: Run) -> Run:
         run()  # what is new is compiled, and lies on the device, before the capture
