@@ -39,7 +39,11 @@ class GraphPool:
 
         self._device = device
         self._id = torch.cuda.graph_pool_handle()
-        self._stream = after._stream if after is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream
+        if after is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        else:
+            self._stream = after._stream
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of what `run` launches, and what it returns. It has run once, so that nothing is compiled

@@ -24,11 +24,24 @@ class StepDraft:
     fresh: dict[Sequence, None] = field(default_factory=dict)  # admitted onto blocks of earlier steps
     preempted: bool = False
     withheld: int = 0  # of the step's tokens
+    kept: int = 0  # ... for waiting prompts that fit into them whole
 
     def withhold(self, num_tokens: int) -> None:
         assert 0 <= num_tokens <= self.tokens_left, "more than the step has left"
         self.tokens_left -= num_tokens
         self.withheld += num_tokens
+
+    def keep_for_short(self, num_tokens: int) -> None:
+        """From what is planned next, until `offer_kept`."""
+        self.withhold(num_tokens)
+        self.kept = num_tokens
+
+    def offer_kept(self) -> None:
+        self.tokens_left += self.kept
+        self.withheld -= self.kept
+
+    def has_only_kept(self) -> bool:
+        return self.tokens_left <= self.kept
 
     def put(self, seq: Sequence, row: SequenceStep) -> None:
         assert row.num_tokens >= 1, f"{seq.request.id} is scheduled for nothing"

@@ -25,6 +25,10 @@ class WaitingQueue(Protocol):
         """The one to admit next, of those not to be skipped."""
         ...
 
+    def first(self, count: int) -> list[Sequence]:
+        """So many, or all, of those that wait longest, whoever is to be admitted next."""
+        ...
+
     def take(self, seq: Sequence) -> None:
         """Removes it because its turn came."""
         ...
@@ -129,6 +133,10 @@ class FairQueue:
         heads = [queue.peek(skip) for queue in self._tenants.values()]
         waiting = [seq for seq in heads if seq is not None]
         return min(waiting, key=lambda seq: (self._given[seq.request.tenant], _by_arrival(seq)), default=None)
+
+    def first(self, count: int) -> list[Sequence]:
+        some = [seq for queue in self._tenants.values() for seq in queue.first(count)]
+        return sorted(some, key=_by_arrival)[:count]
 
     def take(self, seq: Sequence) -> None:
         assert seq in self, f"{seq.request.id} is not queued"

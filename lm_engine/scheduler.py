@@ -24,6 +24,7 @@ from lm_engine.starts import Start, StartFinder
 from lm_engine.waiting_room import WaitingRoom
 
 MAX_SET_ASIDE = 16  # waiting sequences that a step may pass over for lack of its own budget
+SHORT_SHARE = 4  # one part in so many of a step's prompt tokens is for short prompts behind a long one
 MAX_HELD_BACK = 64  # ... and that it may take out of the queue because another one computes what they need
 
 
@@ -166,10 +167,13 @@ class Scheduler:
             if num_decodes:  # they wait for the whole step
                 withheld = self.config.max_step_tokens - self._mixed_step_tokens()
                 draft.withhold(min(withheld, draft.tokens_left))
+            draft.keep_for_short(self._tokens_for_short(draft))
             self._plan_prefills(draft)
+            used_up = draft.tokens_left == 0
+            draft.offer_kept()
             if not draft.preempted:
                 self._admit_waiting(draft)
-            self.is_short_of_tokens = draft.tokens_left == 0 or draft.visual_left <= 0
+            self.is_short_of_tokens = used_up or draft.tokens_left == 0 or draft.visual_left <= 0
             mixed = 0 < num_decodes < len(draft.rows)
             step = self._commit(draft, mixed) if draft.rows else None
             more, returned = self.room.claim(self._prefilling, self._frontier)
@@ -200,6 +204,17 @@ class Scheduler:
             draft.tokens_left -= 1
             seq.num_computed = start + 1
             seq.num_in_flight += 1
+
+    def _tokens_for_short(self, draft: StepDraft) -> int:
+        """Of the step, which prompts under way leave to waiting ones that fit into them whole: a question
+        need not wait until a book before it has been read. Not among priorities, which would be turned
+        around."""
+        config, kept = self.config, draft.tokens_left // SHORT_SHARE
+        if not self._prefilling or not self._free_slots or self._no_memory is not None:
+            return 0
+        if config.policy == "priority" or config.atomic_spans:
+            return 0
+        return kept if any(seq.total <= kept for seq in self.queue.first(MAX_SET_ASIDE)) else 0
 
     def _plan_prefills(self, draft: StepDraft) -> None:
         for seq in tuple(self._prefilling):
@@ -329,7 +344,7 @@ class Scheduler:
             self.room.park(seq, missing)
             return Outcome.PARKED
         end = chunk_end(seq, start.position, draft, self.config)
-        if end == start.position:
+        if end == start.position or (draft.has_only_kept() and end < seq.total):
             return Outcome.NOT_IN_THIS_STEP
         if not self._has_memory(seq, start):
             self._no_memory = (seq, self.pool.num_free)

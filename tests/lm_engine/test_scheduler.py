@@ -147,13 +147,18 @@ def test_cache_aware_prefers_cached_prefixes_but_defers_boundedly():
 def scheduler_of(*prompts, sampling=None, **changes) -> tuple[Scheduler, list]:
     config = config_of(**changes)
     scheduler = Scheduler(config)
-    intake = Intake(config, mrope, Clock())
-    requests = []
-    for i, prompt in enumerate(prompts):
-        message = Generate(request_id=f"r{i}", prompt=prompt, sampling=sampling or greedy())
-        requests.append(intake.make_request(message))
-        scheduler.add(requests[-1])
+    requests = requests_of(*prompts, config=config, sampling=sampling)
+    for request in requests:
+        scheduler.add(request)
     return scheduler, requests
+
+
+def requests_of(*prompts, config, sampling=None) -> list:
+    intake = Intake(config, mrope, Clock())
+    return [
+        intake.make_request(Generate(request_id=f"r{i}", prompt=prompt, sampling=sampling or greedy()))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def give(scheduler: Scheduler, request, item: int) -> None:
@@ -187,6 +192,35 @@ def test_steps_are_smaller_while_sequences_decode():
     step, _ = scheduler.plan()
     assert (chunks(step), step.num_tokens) == ([(10, 20)], 20)
     assert first.num_unfinished == 0
+
+
+def test_short_prompts_need_not_wait_for_a_long_one():
+    prompts = [prompt_of([index] * size) for index, size in enumerate((100, 30, 4, 3, 6))]
+    scheduler, _ = scheduler_of(max_step_tokens=20, num_blocks=65)
+    requests = requests_of(*prompts, config=scheduler.config)
+    for request in requests[:2]:
+        scheduler.add(request)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(0, 20)]
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(20, 20)], "the one that waits is none of them"
+    for request in requests[2:4]:
+        scheduler.add(request)
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(40, 15), (0, 4)], "of four tokens, not part of one of three"
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(4, 1), (55, 15), (0, 3)]
+    scheduler.add(requests[4])
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(5, 1), (3, 1), (70, 18)], "it is too long for a quarter"
+
+
+def test_priorities_are_not_turned_around_for_short_prompts():
+    prompts = prompt_of([1] * 100), prompt_of([2] * 4)
+    scheduler, _ = scheduler_of(*prompts, max_step_tokens=20, num_blocks=65, policy="priority")
+    scheduler.plan()
+    step, _ = scheduler.plan()
+    assert chunks(step) == [(20, 20)]
 
 
 @dataclass
