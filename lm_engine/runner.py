@@ -36,7 +36,7 @@ from lm_engine.plan import (
 from lm_engine.request_table import RequestTable, StepInputs
 from lm_engine.row_sampler import RowSampler, make_draws
 from lm_engine.sampler import Logprobs, Sampled
-from lm_engine.table_kernels import make_table_kernels
+from lm_engine.table_kernels import make_table_kernels, place_rows, rehearse_spans
 from lm_engine.transfer import moved, stream_entry
 
 
@@ -149,6 +149,7 @@ class Runner:
     @torch.inference_mode()
     def _rehearse(self) -> None:
         self.table.rehearse()
+        rehearse_spans(self.model, self.table)
         self._sample.rehearse()
 
     def close(self) -> None:
@@ -253,17 +254,18 @@ class Runner:
         deepstack_KTH = hidden_TH.new_zeros(levels, num_tokens, width) if levels else None
         starts = inputs.metadata.host_query_starts
         row_of_slot = {step.slot: row for row, step in enumerate(plan.sequences)}
+        pieces = []
         for piece in plan.span_pieces:
             row = row_of_slot[piece.slot]
             first = starts[row] + _offset_in_step(piece, plan.sequences[row])
             rows_LW = piece.embeddings[piece.source_start : piece.source_start + piece.length]
             assert len(rows_LW) == piece.length, "embeddings of too few rows"
             assert rows_LW.shape[1] in (width, (1 + levels) * width), "embeddings of the wrong width"
-            rows_LW = moved(rows_LW, hidden_TH.device).to(hidden_TH.dtype)
-            hidden_TH[first : first + piece.length] = rows_LW[:, :width]
-            if deepstack_KTH is not None and rows_LW.shape[1] > width:
-                levels_LKH = rows_LW[:, width:].reshape(piece.length, levels, width)
-                deepstack_KTH[:, first : first + piece.length] = levels_LKH.transpose(0, 1)
+            pieces.append((first, moved(rows_LW, hidden_TH.device).to(hidden_TH.dtype)))
+        if self.table.kernels is None:
+            place_rows(pieces, hidden_TH, deepstack_KTH)
+        else:
+            self.table.kernels.place(self.table, pieces, hidden_TH, deepstack_KTH)
         return hidden_TH, deepstack_KTH
 
 

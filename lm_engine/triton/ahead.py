@@ -16,6 +16,7 @@ from lm_engine.memory import allocate_kv
 from lm_engine.model import DecoderConfig, DecoderModel, KVDtype, PagedKV
 from lm_engine.passes import PaddedPasses
 from lm_engine.request_table import RequestTable
+from lm_engine.table_kernels import rehearse_spans
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.talker.model import TalkerModel
 from lm_engine.triton.launch import Launch, recording
@@ -87,6 +88,7 @@ def decoder_launches(
             passes.clear(shape)
             passes.forward(shape)
         table.rehearse()
+        rehearse_spans(model, table)
         TritonDraws(table).rehearse()
     return list(launches.values())
 

@@ -26,8 +26,8 @@ from lm_engine.request_table import (
     StepInputs,
     float_params,
 )
-from lm_engine.table_kernels import Appended, Int32
-from lm_engine.triton.jit.table import gather_inputs, pad_inputs, write_rows, write_tokens
+from lm_engine.table_kernels import Appended, Int32, place_rows
+from lm_engine.triton.jit.table import gather_inputs, pad_inputs, place_spans, write_rows, write_tokens
 from lm_engine.triton.launch import launch, next_power
 
 if TYPE_CHECKING:
@@ -142,6 +142,36 @@ class TritonTable:
             token_S.stride(0),
             table.token_ids.stride(0),
             BLOCK_R=_DRAWN_BLOCK,
+        )
+
+    def place(
+        self,
+        table: RequestTable,
+        pieces: Sequence[tuple[int, Tensor]],
+        hidden_TH: Tensor,
+        deepstack_KTH: Tensor | None,
+    ) -> None:
+        levels, width = 0 if deepstack_KTH is None else deepstack_KTH.shape[0], hidden_TH.shape[1]
+        assert hidden_TH.is_contiguous()
+        assert deepstack_KTH is None or deepstack_KTH.is_contiguous()
+        if any(rows_LW.data_ptr() % 16 or rows_LW.stride(1) != 1 for _, rows_LW in pieces):
+            place_rows(pieces, hidden_TH, deepstack_KTH)
+            return
+        packed = [
+            (rows_LW.data_ptr(), rows_LW.stride(0), len(rows_LW), first, int(rows_LW.shape[1] > width))
+            for first, rows_LW in pieces
+        ]
+        packed = packed or [(0, 0, 0, 0, 0)]
+        launch(
+            place_spans,
+            (len(packed), max(1, *(length for _, _, length, *_ in packed))),
+            table.to_device(np.array(packed, dtype=np.int64)),
+            hidden_TH,
+            deepstack_KTH,
+            hidden_TH.shape[0],
+            H=width,
+            LEVELS=levels,
+            BLOCK_H=next_power(width),
         )
 
     def rehearse(self, table: RequestTable) -> None:

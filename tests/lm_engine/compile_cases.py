@@ -36,6 +36,7 @@ from lm_engine.passes import TOKEN_SIZES, PaddedInputs, PaddedPasses, PassShape
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable
 from lm_engine.sampler import AskedRows, LogitChange
+from lm_engine.table_kernels import rehearse_spans
 from lm_engine.talker.graphs import BATCH_SIZES as FRAME_SIZES
 from lm_engine.talker.graphs import MAX_PROMPT_ROWS, CapturedFrames, PromptModel
 from lm_engine.triton.ahead import decoder_launches
@@ -166,6 +167,7 @@ def run_steps(
         if shape.num_tokens in tokens:
             passes.clear(shape)
             passes.forward(shape)
+    rehearse_spans(model, table)
     TritonDraws(table).rehearse()
 
 

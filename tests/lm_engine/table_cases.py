@@ -17,6 +17,7 @@ from lm_engine.model import AdapterRanks, RopeConfig
 from lm_engine.passes import PaddedInputs, PaddedPasses, PassShape
 from lm_engine.plan import Admission, SequenceStep
 from lm_engine.request_table import RequestTable
+from lm_engine.table_kernels import place_rows
 from lm_engine.triton.kernels import TritonKernels
 from lm_engine.triton.table import TritonTable
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
@@ -265,3 +266,31 @@ def test_a_runner_draws_the_same_with_a_table_of_kernels(gated, passes):
             drawn.append([(s.slot, s.token_id) for r in results for s in r.sampled])
     assert drawn[0] == drawn[1]
     assert len(drawn[0]) == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("levels", [0, 2])
+def test_embeddings_are_put_into_their_spans(dtype, levels):
+    """Of several pictures, one without deepstack features and one from its middle on; one so that a row does
+    not begin at 16 bytes, which is left to torch."""
+    _, table = two_tables(1, gated=False)
+    width, generator = 24, torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    whole = (1 + levels) * width
+    pieces = [(1, normal(5, whole)), (8, normal(9, whole)[4:7]), (12, normal(2, width))]
+    for more in ([], [(15, normal(1 + whole)[1:].view(1, whole))]):
+        found = []
+        for place in (place_rows, lambda *step: table.kernels.place(table, *step)):
+            hidden_TH = torch.arange(16 * width, device=DEVICE).view(16, width).to(dtype)
+            deepstack_KTH = hidden_TH.new_zeros(levels, 16, width) if levels else None
+            place([*pieces, *more], hidden_TH, deepstack_KTH)
+            found.append((hidden_TH, deepstack_KTH))
+        (hidden_TH, deepstack_KTH), (ours_TH, our_deepstack_KTH) = found
+        assert torch.equal(ours_TH, hidden_TH)
+        assert torch.equal(ours_TH[1:6], pieces[0][1][:, :width])
+        if levels:
+            assert torch.equal(our_deepstack_KTH, deepstack_KTH)
+            assert not our_deepstack_KTH[:, 12:14].any()

@@ -1,5 +1,5 @@
-"""What a mixed step does with the request table: writes rows, gathers the step's inputs, pads them for a
-graph, writes drawn tokens.
+"""What a mixed step does with the request table: writes rows, gathers the step's inputs, puts embeddings into
+their spans, pads all of it for a graph, writes drawn tokens.
 
 Shapes: T tokens of a sequence or step, A position axes, M blocks of a sequence, H hidden, R rows.
 """
@@ -131,6 +131,35 @@ def gather_inputs(
             inside_M = columns_M < num_blocks
             block_M = tl.load(table_ptr + columns_M, mask=inside_M, other=0)
             tl.store(step_tables_ptr + row * num_blocks + columns_M, block_M, mask=inside_M)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def place_spans(
+    pieces_ptr,
+    hidden_ptr,
+    deepstack_ptr,
+    num_tokens,
+    H: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Program (piece, row of it). `pieces` has five numbers of each: the address of its first row, which is
+    one of 16 bytes, the distance of its rows in values, their number, the step row of the first, whether they
+    have deepstack features."""
+    piece_ptr = pieces_ptr + tl.program_id(0) * 5
+    row = tl.program_id(1).to(tl.int64)
+    if row < tl.load(piece_ptr + 2):
+        source_ptr = tl.load(piece_ptr).to(tl.pointer_type(hidden_ptr.dtype.element_ty))
+        source_ptr = tl.multiple_of(source_ptr, 16) + row * tl.load(piece_ptr + 1)
+        place = tl.load(piece_ptr + 3) + row
+        dims_H = tl.arange(0, BLOCK_H)
+        inside_H = dims_H < H
+        tl.store(hidden_ptr + place * H + dims_H, tl.load(source_ptr + dims_H, mask=inside_H), mask=inside_H)
+        if tl.load(piece_ptr + 4) != 0:
+            for level in tl.static_range(LEVELS):
+                level_H = tl.load(source_ptr + (level + 1) * H + dims_H, mask=inside_H)
+                target_ptr = deepstack_ptr + (level * num_tokens + place) * H
+                tl.store(target_ptr + dims_H, level_H, mask=inside_H)
 
 
 @triton.jit(
