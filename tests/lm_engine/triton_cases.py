@@ -331,6 +331,23 @@ def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, group
     assert not ours._arrivals.any()
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(64, 16), (80, 32), (96, 64), (128, 32), (256, 16), (256, 64)]
+)
+@pytest.mark.parametrize(
+    "lengths", [[(70, 20), (33, 1), (0, 9)], [(70, 1), (129, 1)]], ids=["mixed", "decodes"]
+)
+def test_heads_and_pages_of_all_sizes(head_dim, block_size, lengths):
+    case = on_device(Case(lengths, block_size=block_size, heads=4, groups=2, head_dim=head_dim))
+    assert_near(case.attend(TritonAttention(DEVICE))[0], case.dense(), torch.float32)
+    num_tokens, shape = len(case.q_TND), HeadShape(4, 2, head_dim)
+    qkv_TX = torch.cat([case.q_TND, case.k_TGD, case.v_TGD], dim=1).flatten(1)
+    ones_TP = torch.ones(num_tokens, head_dim // 2, device=DEVICE)
+    unturned = (shape, ones_TP, torch.zeros_like(ones_TP), None)
+    found_TX = TritonAttention(DEVICE).rotate_and_attend(qkv_TX, *unturned, case.kv, 1, case.metadata)
+    assert_near(found_TX.view(case.q_TND.shape), case.dense(), torch.float32)
+
+
 @pytest.mark.parametrize("programs", MIXED_PROGRAMS)
 def test_a_padded_step_leaves_zeros_where_there_is_no_sequence(programs):
     """Rows of no tokens before and behind; lengths that the host does not know. Another step in the same
