@@ -6,6 +6,7 @@ Shapes: T tokens of a step, A position axes, H hidden, K deepstack levels, R row
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -64,6 +65,10 @@ class DecoderStack:
         kernels: Kernels,
         parallel: TensorParallel | None = None,
     ) -> None:
+        indices = list(range(config.num_layers))
+        if stands_for_gpu(source.device):
+            indices = _first_of_each_kind(config)
+            config = _windows_of(config, indices)
         self.config = config
         self.device, self.dtype = source.device, source.dtype
         self.kernels = kernels
@@ -71,7 +76,6 @@ class DecoderStack:
         self.activation_dtype = kernels.activation_dtype(source.dtype)
         self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         self.rotary = RotaryEmbedding(config.rope, self.device)
-        indices = _first_of_each_kind(config) if stands_for_gpu(self.device) else range(config.num_layers)
         self._own_layers = [_load_layer(config, source, kernels, index) for index in indices]
         self._parallel = parallel
         self._fused = kernels.fused_pass if parallel is None else None  # it knows of no sums
@@ -196,10 +200,18 @@ def _keep(hidden_TH: Tensor, kv: PagedKV, metadata: AttentionMetadata) -> None:
 
 
 def _first_of_each_kind(config: DecoderConfig) -> list[int]:
-    """Layers differ in nothing but being sparse or not."""
+    """Layers differ in nothing but being sparse or not, and their windows."""
     moe = config.moe
-    sparse = [moe is not None and moe.is_sparse(index) for index in range(config.num_layers)]
-    return [sparse.index(kind) for kind in sorted(set(sparse))]
+    kinds = [(moe is not None and moe.is_sparse(i), config.window(i)) for i in range(config.num_layers)]
+    return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+
+
+def _windows_of(config: DecoderConfig, indices: list[int]) -> DecoderConfig:
+    """These layers' come first, as the layers do that are loaded alone."""
+    if not config.windows:
+        return config
+    rest = (None,) * (config.num_layers - len(indices))
+    return replace(config, windows=(*(config.windows[index] for index in indices), *rest))
 
 
 def _load_layer(config: DecoderConfig, source: WeightSource, kernels: Kernels, index: int) -> DecoderLayer:

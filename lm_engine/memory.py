@@ -88,7 +88,8 @@ def allocate_kv(
 
     heads = (config.num_layers, num_blocks, block_size, config.num_kv_heads)
     stored = dtype if kv_dtype == "auto" else torch.float8_e4m3fn
-    kv = PagedKV(zeros(*heads, config.head_dim, dtype=stored), zeros(*heads, config.head_dim, dtype=stored))
+    keys, values = (zeros(*heads, config.head_dim, dtype=stored) for _ in range(2))
+    kv = PagedKV(keys, values, windows=config.windows)
     if kv_dtype == "fp8":
         kv.key_exponents, kv.value_exponents = (zeros(*heads, dtype=torch.int8) for _ in range(2))
     if config.kept_hidden_layer is not None:

@@ -76,7 +76,8 @@ class DecoderConfig:
 
     `kept_hidden_layer`: the hidden states after so many layers are kept beside the KV, one row a slot, for a
     talker to read. After all layers they are those of the final norm, before that those without the deepstack
-    features that are added there. `kept_hidden_of`: see `EngineConfig.spoken_hidden`.
+    features that are added there. `kept_hidden_of`: see `EngineConfig.spoken_hidden`. `windows`: how many
+    keys a query of each layer sees, its own the last of them; None: all. Empty: no layer has one.
     """
 
     vocab_size: int
@@ -98,6 +99,18 @@ class DecoderConfig:
     kept_hidden_layer: int | None = None
     kept_hidden_of: SpokenHidden = "media"
     picture_adapter: AdapterRanks | None = None  # of dense layers only
+    windows: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.windows) in (0, self.num_layers)
+        assert all(window is None or window > 0 for window in self.windows)
+
+    @property
+    def has_windows(self) -> bool:
+        return any(self.windows)
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
     @property
     def num_position_axes(self) -> int:
@@ -116,7 +129,8 @@ class PagedKV:
     keeps them. Block 0 is a scratch block, never owned.
 
     In e4m3, a head's values stand for themselves times two to the power of its exponent, int8
-    [num_layers, B, S, G] (`attention/quantised.py`).
+    [num_layers, B, S, G] (`attention/quantised.py`). `windows`: the decoder's; what lies before them is
+    kept as well.
     """
 
     keys: Tensor
@@ -124,6 +138,11 @@ class PagedKV:
     hidden: Tensor | None = None
     key_exponents: Tensor | None = None
     value_exponents: Tensor | None = None
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """Keys of this layer that a query sees, its own included; None: all."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def block_size(self) -> int:

@@ -48,6 +48,8 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     use_sliding_window: bool | None = False
+    sliding_window: Count | msgspec.UnsetType | None = msgspec.UNSET
+    max_window_layers: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tie_word_embeddings: bool | None = None
     rope_theta: Positive | None = None
     rope_scaling: RopeParameters | None = None
@@ -108,6 +110,8 @@ class FamilyDefaults(msgspec.Struct, frozen=True, kw_only=True):
     mrope_interleaved: bool = False
     intermediate_size: Count | None = None  # None: the config must say it
     moe: MoeDefaults | None = None  # None: a dense family
+    max_window_layers: int | None = None  # None: the family has no sliding windows
+    sliding_window: Count = 4096
 
 
 def build_decoder_config(
@@ -125,6 +129,7 @@ def build_decoder_config(
             f"config.json: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}"
         )
     max_position = text.max_position_embeddings or defaults.max_position
+    reach = _reach(text.rope, max_position)
     rope = rope_config(
         text.rope,
         theta=text.rope.rope_theta or text.rope_theta or defaults.rope_theta,
@@ -145,7 +150,7 @@ def build_decoder_config(
         head_dim=head_dim,
         rms_norm_eps=text.rms_norm_eps if text.rms_norm_eps is not None else defaults.rms_norm_eps,
         rope=rope,
-        max_position=_reach(text.rope, max_position),
+        max_position=reach,
         qkv_bias=text.attention_bias if defaults.qkv_bias is None else defaults.qkv_bias,
         output_bias=text.attention_bias if defaults.qkv_bias is None else False,
         qk_norm=defaults.qk_norm,
@@ -153,7 +158,34 @@ def build_decoder_config(
         moe=None if defaults.moe is None else _moe_config(text, defaults.moe),
         num_deepstack_levels=num_deepstack_levels,
         picture_adapter=text.picture_adapter.ranks if text.picture_adapter else None,
+        windows=_windows(text, defaults, reach),
     )
+
+
+def _windows(text: TextConfig, defaults: FamilyDefaults, reach: int) -> tuple[int | None, ...]:
+    """Of the layers that `layer_types` names, else of those from `max_window_layers` on. None where a window
+    would hold the longest sequence."""
+    named = text.layer_types is not None and "sliding_attention" in text.layer_types
+    size = None
+    if text.use_sliding_window:
+        if defaults.max_window_layers is None:
+            raise checkpoint_error("config.json: use_sliding_window: this model type has no sliding windows")
+        given = text.sliding_window
+        size = defaults.sliding_window if isinstance(given, msgspec.UnsetType) else given
+    if size is None and named:
+        raise checkpoint_error(
+            "config.json: layer_types names sliding_attention, but use_sliding_window is off or has no size"
+        )
+    if size is None or size >= reach:
+        return ()
+    num_layers = _required("num_hidden_layers", text.num_hidden_layers)
+    if text.layer_types is not None:
+        windows = tuple(size if kind == "sliding_attention" else None for kind in text.layer_types)
+    else:
+        first = defaults.max_window_layers if text.max_window_layers is None else text.max_window_layers
+        assert first is not None
+        windows = tuple(size if layer >= first else None for layer in range(num_layers))
+    return windows if any(windows) else ()
 
 
 def _moe_config(text: TextConfig, defaults: MoeDefaults) -> MoeConfig | None:
@@ -214,8 +246,6 @@ def _refuse_unsupported(config: CheckpointConfig, text: TextConfig) -> None:
         raise checkpoint_error(f"config.json: hidden_act {text.hidden_act!r} is not supported; only silu is")
     if text.mlp_bias:
         raise checkpoint_error("config.json: mlp_bias is not supported")
-    if text.use_sliding_window:
-        raise checkpoint_error("config.json: use_sliding_window: sliding-window attention is not supported")
     if text.picture_adapter is not None and (text.num_experts or text.num_local_experts):
         raise checkpoint_error("config.json: picture_adapter: a sparse model cannot have one")
     if bytes(config.quantization_config) not in (b"", b"null"):

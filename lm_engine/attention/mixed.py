@@ -74,7 +74,8 @@ def attend_whole(
     layer: int,
     metadata: AttentionMetadata,
 ) -> None:
-    """The plain path of `MixedParts`: each tile of queries walks through all keys that it sees."""
+    """The plain path of `MixedParts`, and the only one of layers with a window: each tile of queries walks
+    through all keys that it sees."""
     num_sequences = metadata.sequence_lengths.shape[0]
     if metadata.padded:
         out_TX.zero_()
@@ -93,6 +94,7 @@ def attend_whole(
         metadata.block_tables.stride(0),
         q_TX.stride(0),
         heads.head_dim**-0.5 * LOG2_E,
+        WINDOW=kv.window(layer) or 0,
         **_tile_options(heads, tile, kv, q_TX),
         num_stages=2,
         **launch_options(q_TX.device),
@@ -138,6 +140,7 @@ class MixedParts:
         layer: int,
         metadata: AttentionMetadata,
     ) -> None:
+        assert kv.window(layer) is None
         plan = self._plan_of(q_TX, heads, tile, layer, metadata)
         num_tokens, num_groups, head_dim = q_TX.shape[0], heads.num_kv_heads, heads.head_dim
         assert plan.tokens_3T.shape[1] == num_tokens

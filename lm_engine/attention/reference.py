@@ -66,7 +66,7 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """How a step is attended; made once for all layers."""
+    """How a step is attended; made once for all layers of a window."""
 
     metadata: AttentionMetadata
     long_rows: tuple[int, ...]
@@ -83,7 +83,7 @@ class BatchedAttention:
     kv_dtypes: tuple[KVDtype, ...] = ("auto", "fp8")
 
     def __init__(self) -> None:
-        self._schedule: _Schedule | None = None
+        self._schedules: dict[int | None, _Schedule] = {}  # by window
 
     def attend(
         self,
@@ -95,9 +95,10 @@ class BatchedAttention:
         metadata: AttentionMetadata,
     ) -> Tensor:
         write_kv(k_TGD, v_TGD, kv, layer, metadata)
-        schedule = self._schedule
+        window = kv.window(layer)
+        schedule = self._schedules.get(window)
         if schedule is None or schedule.metadata is not metadata:
-            schedule = self._schedule = _make_schedule(metadata, kv.block_size)
+            schedule = self._schedules[window] = _make_schedule(metadata, kv.block_size, window)
         starts = metadata.host_query_starts
         out_TND = torch.empty_like(q_TND)
         for row in schedule.long_rows:
@@ -110,7 +111,11 @@ class BatchedAttention:
 
 def _attend_one(q_QND: Tensor, kv: PagedKV, layer: int, blocks_M: Tensor, length: int) -> Tensor:
     num_queries, num_heads, head_dim = q_QND.shape
-    blocks = blocks_M[: -(-length // kv.block_size)]
+    window = kv.window(layer)
+    # Blocks that lie before the first query's window are not read.
+    first = 0 if window is None else max(0, length - num_queries + 1 - window) // kv.block_size
+    blocks = blocks_M[first : -(-length // kv.block_size)]
+    length -= first * kv.block_size
     k_LGD, v_LGD = _gather(kv, layer, blocks, q_QND.dtype)
     num_groups = k_LGD.shape[1]
     per_group = num_heads // num_groups
@@ -119,9 +124,17 @@ def _attend_one(q_QND: Tensor, kv: PagedKV, layer: int, blocks_M: Tensor, length
     k_GHLD, v_GHLD = (x[:length].transpose(0, 1).unsqueeze(1).expand(shared) for x in (k_LGD, v_LGD))
     # The last query sees every key, the one before it one less.
     last_visible_Q = torch.arange(length - num_queries, length, device=q_QND.device)
-    mask_QL = torch.arange(length, device=q_QND.device) <= last_visible_Q[:, None]
+    mask_QL = _visible(last_visible_Q, length, window)
     out_GHQD = functional.scaled_dot_product_attention(q_GHQD, k_GHLD, v_GHLD, attn_mask=mask_QL)
     return out_GHQD.permute(2, 0, 1, 3).reshape(q_QND.shape)
+
+
+def _visible(last_visible_X: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """[X, num_keys]: the keys up to each query's last, of a window's length at most."""
+    key_L = torch.arange(num_keys, device=last_visible_X.device)
+    last_X1 = last_visible_X[..., None]
+    visible_XL = key_L <= last_X1
+    return visible_XL if window is None else visible_XL & (key_L > last_X1 - window)
 
 
 def _gather(kv: PagedKV, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -134,7 +147,7 @@ def _gather(kv: PagedKV, layer: int, blocks: Tensor, dtype: torch.dtype) -> tupl
     return keys.to(dtype), values.to(dtype)
 
 
-def _make_schedule(metadata: AttentionMetadata, block_size: int) -> _Schedule:
+def _make_schedule(metadata: AttentionMetadata, block_size: int, window: int | None) -> _Schedule:
     """Buckets hold sequences whose block counts share a power of two, so padding at most doubles the work."""
     starts = metadata.host_query_starts
     long_rows: list[int] = []
@@ -145,11 +158,13 @@ def _make_schedule(metadata: AttentionMetadata, block_size: int) -> _Schedule:
         else:
             exponent = (-(-length // block_size) - 1).bit_length()
             rows_of_bucket.setdefault(exponent, []).append(row)
-    buckets = tuple(_make_bucket(metadata, block_size, rows) for rows in rows_of_bucket.values())
+    buckets = tuple(_make_bucket(metadata, block_size, rows, window) for rows in rows_of_bucket.values())
     return _Schedule(metadata, tuple(long_rows), buckets)
 
 
-def _make_bucket(metadata: AttentionMetadata, block_size: int, rows: list[int]) -> _Bucket:
+def _make_bucket(
+    metadata: AttentionMetadata, block_size: int, rows: list[int], window: int | None
+) -> _Bucket:
     starts, device = metadata.host_query_starts, metadata.block_tables.device
     num_queries = max(starts[row + 1] - starts[row] for row in rows)
     num_keys = max(metadata.host_sequence_lengths[row] for row in rows)
@@ -158,7 +173,7 @@ def _make_bucket(metadata: AttentionMetadata, block_size: int, rows: list[int]) 
     first_R1, last_R1, length_R1 = (bound_R.unsqueeze(-1) for bound_R in bounds)
     token_RQ = torch.minimum(first_R1 + torch.arange(num_queries, device=device), last_R1)
     last_visible_RQ = length_R1 - 1 - (last_R1 - token_RQ)
-    mask_RQL = torch.arange(num_keys, device=device) <= last_visible_RQ[..., None]
+    mask_RQL = _visible(last_visible_RQ, num_keys, window)
     blocks_RM = metadata.block_tables[row_R, : -(-num_keys // block_size)]
     return _Bucket(token_RQ, blocks_RM.flatten(), num_keys, mask_RQL.unsqueeze(1))
 

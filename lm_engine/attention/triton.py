@@ -135,11 +135,12 @@ class TritonAttention:
     ) -> Tensor:
         """The first N·D values of each row of `q_TX` are its rotated query; the cache holds all keys."""
         out_TX = q_TX.new_empty(q_TX.shape[0], heads.num_heads * heads.head_dim)
-        part = self._choose_part(heads)
+        part, parts = self._choose_part(heads), self._parts
         if self._walks is not None:
             self._walks.attend(q_TX, out_TX, heads, kv, layer, metadata)
-        elif self._parts is not None and self._parts.takes(q_TX.shape[0], heads, part, metadata):
-            self._parts.attend(q_TX, out_TX, heads, part, kv, layer, metadata)
+        # A window is short: its keys are not split, whose plan would be another one than the other layers'.
+        elif parts and kv.window(layer) is None and parts.takes(q_TX.shape[0], heads, part, metadata):
+            parts.attend(q_TX, out_TX, heads, part, kv, layer, metadata)
         else:
             attend_whole(q_TX, out_TX, heads, self._choose_mixed(heads), kv, layer, metadata)
         return out_TX
@@ -168,7 +169,9 @@ class TritonAttention:
         assert num_rows * num_groups <= _MAX_PAIRS
         per_group = heads.num_heads // num_groups
         part_h = next_power(per_group)
-        tile = self._choose_decode(num_rows * num_groups, metadata.max_sequence_length, head_dim)
+        window, longest = kv.window(layer) or 0, metadata.max_sequence_length
+        longest = min(longest, window) if window else longest
+        tile = self._choose_decode(num_rows * num_groups, longest, head_dim)
         num_splits = tile.splits
         parts = (num_rows, num_groups, num_splits, part_h)
         sums = torch.empty(*parts, head_dim, dtype=torch.float32, device=qkv_ERX.device)
@@ -209,6 +212,7 @@ class TritonAttention:
             PARTS=num_parts,
             NORM=norm is not None,
             QUANTISED=kv.is_quantised,
+            WINDOW=window,
             PRECISION=dot_precision(dtype),
             num_warps=tile.num_warps,
             num_stages=2,

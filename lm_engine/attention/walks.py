@@ -31,6 +31,8 @@ def why_not(config: DecoderConfig, dtype: torch.dtype, block_size: int, kv_dtype
     """Why these cannot be walked. Panels of a head are whole, the sums of a tile fit into registers, pages
     make up a block of keys."""
     heads_per_group, keys = config.num_heads // config.num_kv_heads, WalkTile().keys
+    if config.has_windows:
+        return "they read all keys, and layers of this model have a sliding window"
     if dtype.itemsize != 2 or kv_dtype != "auto":
         return f"they read 16-bit values, not {dtype} with kv_dtype = '{kv_dtype}'"
     if config.head_dim not in (_PANEL, 2 * _PANEL):
@@ -95,6 +97,7 @@ class Walks:
         plan = self._plan
         assert q_TX.itemsize == 2
         assert not kv.is_quantised
+        assert kv.window(layer) is None
         assert self._tile.keys % kv.block_size == 0
         assert plan is not None
         assert plan.metadata is metadata

@@ -179,13 +179,15 @@ INLINE void score(struct tile *tile, int64_t begin, const void *keys, enum dtype
     }
 }
 
-/* Turns the scores of one row into weights; keys from `visible` on get zero. Rescales what the row has summed. */
-static void soften(struct tile *tile, int64_t row, int64_t visible, int64_t padded) {
+/* Turns the scores of one row into weights; keys before `first` and from `visible` on get zero. Rescales what the
+ * row has summed. */
+static void soften(struct tile *tile, int64_t row, int64_t first, int64_t visible, int64_t padded) {
     float *scores = tile->scores + row * TILE_KEYS;
-    if (visible <= 0) {
+    if (visible <= max64(first, 0)) {
         memset(scores, 0, padded * sizeof(float));
         return;
     }
+    for (int64_t n = 0; n < first; n++) scores[n] = -INFINITY;
     for (int64_t n = visible; n < padded; n++) scores[n] = -INFINITY;
     f32x8 largest = *(f32x8 *)scores;
     for (int64_t n = 8; n < padded; n += 8) {
@@ -273,9 +275,11 @@ static void store_out(const struct attention *a, const struct tile *tile, int64_
 }
 
 /* `visible`: keys of this tile that the first query sees. */
-static void soften_all(struct tile *tile, int64_t per_group, int64_t visible, int64_t count, int64_t padded) {
-    for (int64_t r = 0; r < tile->rows; r++)
-        soften(tile, r, min64(count, visible + r % tile->group_rows / per_group), padded);
+static void soften_all(const struct attention *a, struct tile *tile, int64_t visible, int64_t count, int64_t padded) {
+    for (int64_t r = 0; r < tile->rows; r++) {
+        const int64_t end = visible + r % tile->group_rows / (a->heads / a->kv_heads);
+        soften(tile, r, a->window ? end - a->window : 0, min64(count, end), padded);
+    }
 }
 
 INLINE int reads_in_place(const struct attention *a, int64_t group_rows) {
@@ -294,7 +298,7 @@ INLINE void attend_in_place(const struct attention *a, enum dtype dtype, struct 
         prefetch_keys(a, ahead, g, 2 * groups);
         score(tile, g * tile->group_rows, offset(a->keys, dtype, g * a->head_size), dtype, at, padded);
     }
-    soften_all(tile, a->heads / a->kv_heads, visible, count, padded);
+    soften_all(a, tile, visible, count, padded);
     for (int64_t g = 0; g < groups; g++) {
         prefetch_keys(a, ahead, groups + g, 2 * groups);
         add_cached_values(tile, g * tile->group_rows, offset(a->values, dtype, g * a->head_size), dtype, at, padded);
@@ -309,7 +313,7 @@ static void attend_copy(const struct attention *a, struct tile *tile, int64_t fi
     prefetch_keys(a, ahead, 0, 1);
     load_keys(a, tile, first, count, padded);
     score(tile, 0, tile->k, F32, at, padded);
-    soften_all(tile, a->heads / a->kv_heads, visible, count, padded);
+    soften_all(a, tile, visible, count, padded);
     add_values(tile, padded);
 }
 
@@ -324,21 +328,24 @@ INLINE int64_t task_queries(const struct attention *a, struct task task) {
     return min64(queries_per_task(a), total - task.first_query);
 }
 
+/* From the tile on in which the first query's window begins. */
 INLINE struct stretch all_keys(const struct attention *a, struct task task) {
-    return (struct stretch){task, 0, first_visible(a, task) + task_queries(a, task) - 1};
+    const int64_t before = a->window ? max64(0, first_visible(a, task) - a->window) : 0;
+    return (struct stretch){task, before / TILE_KEYS * TILE_KEYS, first_visible(a, task) + task_queries(a, task) - 1};
 }
 
 /* `next`: what this thread will probably attend to afterwards. */
 static void attend_tile(const struct attention *a, struct task task, struct task next) {
     struct tile tile;
-    const int64_t visible = first_visible(a, task), keys = all_keys(a, task).keys;
+    const struct stretch own = all_keys(a, task);
+    const int64_t visible = first_visible(a, task), keys = own.keys;
     tile.task = task;
     tile.group_rows = task_queries(a, task) * (a->heads / a->kv_heads);
     tile.rows = tile.group_rows * task.num_groups;
     tile.width = ceil_div(a->head_size, PANEL) * PANEL;
     load_queries(a, &tile, a->query_starts[task.sequence]);
     const int in_place = reads_in_place(a, tile.group_rows);
-    for (int64_t first = 0; first < keys; first += TILE_KEYS) {
+    for (int64_t first = own.first; first < keys; first += TILE_KEYS) {
         struct stretch ahead = {task, first + TILE_KEYS, keys};
         if (ahead.first >= keys) ahead = all_keys(a, next);
         if (!in_place) attend_copy(a, &tile, first, keys, visible - first, &ahead);

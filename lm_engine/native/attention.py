@@ -49,6 +49,7 @@ class NativeAttention:
         call.q, call.k, call.v = q_TND.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q_TND.stride(0), k_TGD.stride(0), v_TGD.stride(0)
         call.out = out_TND.data_ptr()
+        call.window = kv.window(layer) or 0
         call.keys, call.values = prepared.keys + skip_bytes, prepared.values + skip_bytes
         check(self._attend(prepared.address, torch.get_num_threads()))
         return out_TND
@@ -97,7 +98,8 @@ def layer_bytes(kv: PagedKV) -> int:
 
 
 def describe_cache(num_heads: int, head_dim: int, dtype: int, kv: PagedKV) -> CAttention:
-    """All that stays the same over the steps, with the first layer's cache. Points into `kv`: keep it."""
+    """All that stays the same over the steps, with the first layer's cache; no window. Points into `kv`: keep
+    it."""
     num_kv_heads = kv.keys.shape[3]
     assert head_dim <= MAX_HEAD_DIM
     assert num_heads % num_kv_heads == 0

@@ -71,6 +71,8 @@ class PassDescriber:
         assert attention.kv_heads == heads.num_kv_heads
         attention.keys += first_layer * layer_bytes(kv)
         attention.values += first_layer * layer_bytes(kv)
+        for index, layer in enumerate(self._layers, first_layer):
+            layer.window = kv.window(index) or 0
         rope = CRope(
             query_heads=heads.num_heads,
             key_heads=heads.num_kv_heads,

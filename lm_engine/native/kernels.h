@@ -137,6 +137,7 @@ struct attention { /* strides count elements */
     const int64_t *slots;
     int64_t q_stride, k_stride, v_stride, blocks_stride;
     int64_t tokens, sequences, heads, kv_heads, head_size, block_size;
+    int64_t window; /* keys that a query sees, its own the last of them; 0: all */
     int32_t dtype, cache_dtype;
     float scale;
 };
@@ -149,6 +150,7 @@ struct layer { /* mirrored in library.py; norms of the residual have the pass's 
     const struct linear *qkv, *output, *gate_up, *down;
     const void *input_norm, *post_norm, *query_norm, *key_norm;
     struct low_rank qkv_adapter, output_adapter, gate_up_adapter, down_adapter;
+    int64_t window;
 };
 
 struct pass { /* mirrored in library.py; all activations are contiguous float32 */
@@ -158,7 +160,7 @@ struct pass { /* mirrored in library.py; all activations are contiguous float32 
     const float *gate; /* [rows], 1 where the adapters act, else 0; NULL: nowhere */
     int64_t num_layers, rows, hidden, intermediate, layer_bytes; /* of one layer's keys, or values */
     struct rope rope;           /* without the heads' norms */
-    struct attention attention; /* of the first layer, without q, k, v and out */
+    struct attention attention; /* of the first layer, without q, k, v, out and window */
     int32_t norm_dtype;
     float eps;
 };

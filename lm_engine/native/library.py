@@ -51,7 +51,7 @@ class CAttention(ctypes.Structure):
         *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "blocks_stride")),
         *(
             (name, c_int64)
-            for name in ("tokens", "sequences", "heads", "kv_heads", "head_size", "block_size")
+            for name in ("tokens", "sequences", "heads", "kv_heads", "head_size", "block_size", "window")
         ),
         ("dtype", c_int32),
         ("cache_dtype", c_int32),
@@ -68,6 +68,7 @@ class CLayer(ctypes.Structure):
         *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
         *((f"{name}_adapter", CLowRank) for name in ("qkv", "output", "gate_up", "down")),
+        ("window", c_int64),
     )
 
 

@@ -35,6 +35,7 @@ static int32_t attention_block(const struct pass *p, const struct layer *layer, 
     a->v = p->qkv + q_width + kv_width;
     a->q_stride = a->k_stride = a->v_stride = width;
     a->out = p->attended;
+    a->window = layer->window;
     if (decodes_only(a)) {
         if (attend_rotating(a, &rope, threads)) return 1;
     } else {

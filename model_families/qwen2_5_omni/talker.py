@@ -33,7 +33,14 @@ from model_families.qwen2_5_omni.speakers import read_speakers
 from model_families.talker_weights import talker_name
 from model_families.text_config import CheckpointConfig, FamilyDefaults, build_decoder_config
 
-DEFAULTS = FamilyDefaults(rope_theta=1_000_000.0, head_dim=128, qkv_bias=True, mrope_section=(16, 24, 24))
+DEFAULTS = FamilyDefaults(
+    rope_theta=1_000_000.0,
+    head_dim=128,
+    qkv_bias=True,
+    mrope_section=(16, 24, 24),
+    max_window_layers=28,
+    sliding_window=32768,
+)
 SAMPLING = SamplingParams(temperature=0.9, top_k=40, top_p=0.8, repetition_penalty=1.05)
 
 

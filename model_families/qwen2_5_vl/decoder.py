@@ -6,7 +6,11 @@ from lm_engine.model import DecoderConfig
 from model_families.text_config import CheckpointConfig, FamilyDefaults, build_decoder_config
 
 DEFAULTS = FamilyDefaults(
-    rope_theta=1_000_000.0, rms_norm_eps=1e-5, qkv_bias=True, mrope_section=(16, 24, 24)
+    rope_theta=1_000_000.0,
+    rms_norm_eps=1e-5,
+    qkv_bias=True,
+    mrope_section=(16, 24, 24),
+    max_window_layers=80,
 )
 
 

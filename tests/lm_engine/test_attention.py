@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -17,7 +18,9 @@ torch.set_num_threads(1)
 class Case:
     """Random sequences with given (computed before, this step) lengths over shuffled blocks."""
 
-    def __init__(self, lengths, *, block_size, heads=6, groups=2, head_dim=8, dtype=torch.float32, seed=0):
+    def __init__(
+        self, lengths, *, block_size, heads=6, groups=2, head_dim=8, dtype=torch.float32, seed=0, window=None
+    ):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -29,7 +32,8 @@ class Case:
         blocks = list(range(1, sum(num_blocks) + 1))
         random.Random(seed).shuffle(blocks)
         tables = torch.zeros(len(lengths), max(num_blocks), dtype=torch.int32)
-        self.kv = PagedKV(*(normal(2, sum(num_blocks) + 1, block_size, groups, head_dim) for _ in range(2)))
+        caches = (normal(2, sum(num_blocks) + 1, block_size, groups, head_dim) for _ in range(2))
+        self.kv = PagedKV(*caches, windows=(None, window))
         self.history, slots = [], []
         for row, (old, new) in enumerate(lengths):
             own = [blocks.pop() for _ in range(num_blocks[row])]
@@ -53,7 +57,7 @@ class Case:
         )
 
     def attend(self, backend, *, quantised=False):
-        kv = quantise_cache(self.kv) if quantised else PagedKV(self.kv.keys.clone(), self.kv.values.clone())
+        kv = quantise_cache(self.kv) if quantised else copy_of(self.kv)
         return backend.attend(self.q_TND, self.k_TGD, self.v_TGD, kv, 1, self.metadata), kv
 
     def dense(self):
@@ -69,18 +73,23 @@ class Case:
             out = torch.empty_like(queries)
             for i in range(len(queries)):
                 seen = len(old_keys) + i + 1
+                first = max(0, seen - (self.kv.window(1) or seen))
                 for head in range(queries.shape[1]):
                     group = head // per_group
-                    scores = keys[:seen, group] @ queries[i, head] / queries.shape[2] ** 0.5
-                    out[i, head] = scores.softmax(0) @ values[:seen, group]
+                    scores = keys[first:seen, group] @ queries[i, head] / queries.shape[2] ** 0.5
+                    out[i, head] = scores.softmax(0) @ values[first:seen, group]
             outputs.append(out)
         return torch.cat(outputs)
+
+
+def copy_of(kv):
+    return dataclasses.replace(kv, keys=kv.keys.clone(), values=kv.values.clone())
 
 
 def quantise_cache(kv):
     """The same cache in e4m3."""
     (keys, key_exponents), (values, value_exponents) = quantise(kv.keys), quantise(kv.values)
-    return PagedKV(keys, values, None, key_exponents, value_exponents)
+    return PagedKV(keys, values, None, key_exponents, value_exponents, kv.windows)
 
 
 LONG = MAX_PADDED_QUERIES + 7
@@ -100,6 +109,25 @@ def test_equals_dense_attention(mix, block_size, backend):
     case = Case(MIXES[mix], block_size=block_size)
     found, _ = case.attend(backend())
     torch.testing.assert_close(found.double(), case.dense(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mix", ["decodes", "chunks", "mixed"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [1, 5, 12, 60])
+@pytest.mark.parametrize("backend", [SequenceAttention, BatchedAttention])
+def test_a_window_hides_what_lies_before_it(mix, block_size, window, backend):
+    case = Case(MIXES[mix], block_size=block_size, window=window)
+    found, _ = case.attend(backend())
+    torch.testing.assert_close(found.double(), case.dense(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", [SequenceAttention, BatchedAttention])
+def test_layers_of_a_step_may_differ_in_their_windows(backend):
+    case, attention = Case(MIXES["mixed"], block_size=4), backend()
+    for window in (None, 6, None, 9):
+        case.kv.windows = (None, window)
+        found, _ = case.attend(attention)
+        torch.testing.assert_close(found.double(), case.dense(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (9, 3)])

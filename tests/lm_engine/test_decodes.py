@@ -85,6 +85,7 @@ KINDS = [
         (torch.bfloat16, {"qkv_bias": True}),
         (torch.bfloat16, {"vocab_size": 9001, "tie_embeddings": True}),
         (torch.float32, {"rope": MROPE, "qk_norm": True}),
+        (torch.float32, {"windows": (None, 6)}),
     ],
     ids=str,
 )

@@ -45,6 +45,7 @@ def test_attention_without_walks_refuses():
         (HOPPER, {}, {"kv_dtype": "fp8"}, "kv_dtype = 'fp8'"),
         (HOPPER, {"head_dim": 80}, {}, "heads of 64 or 128, not 80"),
         (HOPPER, {"num_heads": 65, "num_kv_heads": 1}, {}, "at most 64 query heads"),
+        (HOPPER, {"windows": (None, 64)}, {}, "sliding window"),
         (HOPPER, {}, {"block_size": 4}, "not 4"),
         (HOPPER, {}, {"block_size": 128}, "not 128"),
         (HOPPER, {}, {}, None),

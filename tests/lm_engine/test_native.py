@@ -237,14 +237,16 @@ MIXED = [(0, 1), (0, 70), (199, 1), (63, 1), (64, 2), (37, 90), (0, 16)]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cache_dtype", DTYPES)
-def test_attention_equals_the_plain_path(kernels, shape, dtype, cache_dtype):
+@pytest.mark.parametrize("window", [None, 1, 40, 64, 130])
+def test_attention_equals_the_plain_path(kernels, shape, dtype, cache_dtype, window):
     tables, num_blocks = shuffled_tables([a + b for a, b in MIXED], shape.block_size)
     metadata = metadata_of(MIXED, shape.block_size, tables)
     tokens, width = metadata.host_query_starts[-1], shape.num_heads + 2 * shape.num_kv_heads
     qkv = torch.randn(tokens, width, shape.head_dim).to(dtype)  # views of one projection, as the decoder's
     q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
     kv = random_cache(shape, num_blocks, cache_dtype)
-    wide = PagedKV(kv.keys.double(), kv.values.double())
+    kv.windows = (None, window)
+    wide = PagedKV(kv.keys.double(), kv.values.double(), windows=kv.windows)
     rounded = (x.to(cache_dtype).double() for x in (k, v))
     expected = SequenceAttention().attend(q.double(), *rounded, wide, 1, metadata)
     actual = kernels.attention.attend(q, k, v, kv, 1, metadata)
@@ -255,14 +257,15 @@ def test_attention_equals_the_plain_path(kernels, shape, dtype, cache_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_the_same_chunked_batched_or_alone(kernels, dtype, threads):
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_is_the_same_chunked_batched_or_alone(kernels, dtype, window, threads):
     shape, length = Shape(9, 3, 64, 16), 150
     tables, num_blocks = shuffled_tables([length, 77], shape.block_size)
     q, k, v = (torch.randn(length, n, 64).to(dtype) for n in (9, 3, 3))
     attend = kernels.attention.attend
 
     def run(cuts: list[int], kv: PagedKV) -> Tensor:
-        parts = []
+        parts, kv.windows = [], (window, None)
         for begin, end in itertools.pairwise(cuts):
             metadata = metadata_of([(begin, end - begin)], shape.block_size, tables[:1])
             parts.append(attend(q[begin:end], k[begin:end], v[begin:end], kv, 0, metadata))
@@ -391,14 +394,19 @@ def test_the_users_cache_is_for_who_has_no_environment(tmp_path, monkeypatch):
 # --- in a decoder ---
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"num_kv_heads": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qk_norm": True}, {"qkv_bias": True}, {"num_kv_heads": 1}, {"windows": (None, 4)}],
+    ids=str,
+)
 def test_a_decoder_computes_the_same_with_native_kernels(kernels, changes):
     config, cache_size = tiny_config(**changes), (2, 9, 4, changes.get("num_kv_heads", 2), 8)
     tables, chunks = [[3, 1, 7], [5], [2, 8]], [(0, 9), (0, 3), (0, 6)]
     next_chunks = [(9, 1), (3, 1), (6, 2)]
     logits = []
     for choice in (ReferenceKernels(), kernels):
-        decoder, kv = Decoder(config, RandomSource(), choice), PagedKV(*torch.zeros(2, *cache_size))
+        decoder = Decoder(config, RandomSource(), choice)
+        kv = PagedKV(*torch.zeros(2, *cache_size), windows=config.windows)
         for step_chunks in (chunks, next_chunks):
             metadata = metadata_of(step_chunks, 4, tables)
             positions = torch.cat([torch.arange(a, a + b) for a, b in step_chunks])
@@ -416,7 +424,14 @@ SPARSE_THIRD = MoeConfig(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": True}, {"qkv_bias": True}, {"moe": SPARSE_THIRD}, {"kept_hidden_layer": 1}],
+    [
+        {},
+        {"qk_norm": True},
+        {"qkv_bias": True},
+        {"moe": SPARSE_THIRD},
+        {"kept_hidden_layer": 1},
+        {"windows": (None, 2, 5, 3), "moe": SPARSE_THIRD},
+    ],
     ids=str,
 )
 def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, changes, dtype):
@@ -427,7 +442,7 @@ def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, chan
     for choice in (plain, kernels):
         decoder, kv = (
             Decoder(config, RandomSource(dtype), choice),
-            PagedKV(*torch.zeros(2, 4, 9, 4, 2, 8).to(dtype), torch.zeros(9, 4, 24)),
+            PagedKV(*torch.zeros(2, 4, 9, 4, 2, 8).to(dtype), torch.zeros(9, 4, 24), windows=config.windows),
         )
         for chunks in ([(0, 9), (0, 3), (0, 6)], [(9, 1), (3, 1), (6, 2)]):
             positions = torch.cat([torch.arange(a, a + b) for a, b in chunks])
@@ -440,7 +455,7 @@ def test_layers_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, chan
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("changes", [{}, {"head_dim": 32, "qk_norm": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 32, "qk_norm": True, "windows": (5, None)}], ids=str)
 @pytest.mark.parametrize("num_sequences", [1, 5])
 def test_decodes_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, changes, dtype, num_sequences):
     """There the attention's tasks rotate and write what is theirs, one KV head each or all."""
@@ -452,7 +467,8 @@ def test_decodes_in_one_call_give_the_bits_of_the_layers_one_by_one(kernels, cha
     tables, seen = [[3 * i + 1, 3 * i + 3, 3 * i + 2] for i in range(num_sequences)], []
     before = [9, 3, 6, 1, 8][:num_sequences]
     for choice in (plain, kernels):
-        kv = PagedKV(*torch.zeros(2, 2, 16, 4, 2, config.head_dim).to(dtype))
+        caches = torch.zeros(2, 2, 16, 4, 2, config.head_dim).to(dtype)
+        kv = PagedKV(*caches, windows=config.windows)
         decoder = Decoder(config, RandomSource(dtype), choice)
         for chunks in ([(0, count) for count in before], [(count, 1) for count in before]):
             positions = torch.cat([torch.arange(a, a + b) for a, b in chunks])

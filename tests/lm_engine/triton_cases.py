@@ -36,7 +36,7 @@ from lm_engine.triton.packed import attend_packed
 from lm_engine.triton.step import DecodeBuffers, draw, prepare_inputs
 from tests.lm_engine.random_decoder import RandomSource, tiny_config
 from tests.lm_engine.stepping import Host, greedy
-from tests.lm_engine.test_attention import MIXES, Case, quantise_cache
+from tests.lm_engine.test_attention import MIXES, Case, copy_of, quantise_cache
 
 torch.set_num_threads(1)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -283,7 +283,8 @@ def on_device(case):
         if isinstance(value, torch.Tensor)
     }
     case.metadata = AttentionMetadata(**{**vars(case.metadata), **moved})
-    case.kv = PagedKV(case.kv.keys.to(DEVICE), case.kv.values.to(DEVICE))
+    keys, values = case.kv.keys.to(DEVICE), case.kv.values.to(DEVICE)
+    case.kv = dataclasses.replace(case.kv, keys=keys, values=values)
     case.history = [[part.to(DEVICE) for part in parts] for parts in case.history]
     case.q_TND, case.k_TGD, case.v_TGD = (x.to(DEVICE) for x in (case.q_TND, case.k_TGD, case.v_TGD))
     return case
@@ -304,14 +305,42 @@ def test_mixed_attention_equals_dense(dtype, mix, heads, groups, head_dim, block
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 7, 64, 100, 290])
+def test_mixed_attention_of_a_window_equals_dense(dtype, window):
+    """Shorter than a chunk and longer, than a tile of queries or keys, than what has been computed before."""
+    case = on_device(Case(LENGTHS["long"], block_size=16, head_dim=16, dtype=dtype, window=window))
+    found, _ = case.attend(TritonAttention(DEVICE))
+    assert_near(found, case.dense(), dtype)
+
+
+def test_layers_of_a_step_may_differ_in_their_windows():
+    """Some in parts, others whole."""
+    case, attention = on_device(Case(LENGTHS["long"], block_size=16, head_dim=16)), TritonAttention(DEVICE)
+    for window in (None, 70, None):
+        case.kv.windows = (None, window)
+        found, _ = case.attend(attention)
+        assert_near(found, case.dense(), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode"])
 @pytest.mark.parametrize(("heads", "groups", "head_dim", "with_norm"), [(6, 2, 16, True), (3, 1, 24, False)])
 def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, groups, head_dim, with_norm):
     """Both fused paths: chunks in one launch, decodes with split keys. Twice: counters must come back."""
-    case = on_device(
-        Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
-    )
-    shape = HeadShape(heads, groups, head_dim)
+    case = Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
+    _check_from_the_projection(on_device(case), HeadShape(heads, groups, head_dim), with_norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 70, 131, 132, 133])
+def test_decodes_see_no_more_than_a_window(dtype, window):
+    """Rows shorter than it, as long and longer; one split and several, cut within a tile and at its end."""
+    case = Case(LENGTHS["decodes"], block_size=16, head_dim=16, dtype=dtype, window=window)
+    _check_from_the_projection(on_device(case), HeadShape(6, 2, 16), with_norm=False)
+
+
+def _check_from_the_projection(case, shape, with_norm):
+    dtype, head_dim = case.q_TND.dtype, shape.head_dim
     num_tokens = len(case.q_TND)
     qkv, angles = normal(num_tokens, shape.width, dtype=dtype), normal(num_tokens, head_dim // 2, seed=3)
     weights = [normal(head_dim, seed=seed, dtype=dtype) for seed in (4, 5)]
@@ -322,7 +351,7 @@ def test_from_the_projection_through_rotation_and_cache(dtype, mix, heads, group
     expected = case.dense().flatten(1)
     _, expected_kv = case.attend(SequenceAttention())
     for _ in range(2):
-        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone())
+        kv = copy_of(case.kv)
         rows = (qkv.clone(), shape, angles.cos(), angles.sin(), norm)
         found = ours.rotate_and_attend(*rows, kv, 1, case.metadata)
         assert_near(found, expected, dtype)
@@ -405,13 +434,15 @@ HAS_FP8 = DEVICE.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
 @pytest.mark.skipif(not HAS_FP8, reason="needs a GPU that reads e4m3")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mix", ["mixed", "decodes", "one decode", "long"])
-@pytest.mark.parametrize(("heads", "groups", "head_dim", "with_norm"), [(6, 2, 16, True), (3, 1, 24, False)])
-def test_a_quantised_cache_is_written_and_read(dtype, mix, heads, groups, head_dim, with_norm):
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim", "with_norm", "window"),
+    [(6, 2, 16, True, None), (3, 1, 24, False, None), (6, 2, 16, False, 40)],
+)
+def test_a_quantised_cache_is_written_and_read(dtype, mix, heads, groups, head_dim, with_norm, window):
     """Against attention in float64 over what the plain path stores; and no further from unquantised attention
     than that."""
-    case = on_device(
-        Case(LENGTHS[mix], block_size=16, heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
-    )
+    sizes = {"heads": heads, "groups": groups, "head_dim": head_dim}
+    case = on_device(Case(LENGTHS[mix], block_size=16, dtype=dtype, window=window, **sizes))
     case.kv.keys[0], case.kv.values[0] = 0, 0
     shape = HeadShape(heads, groups, head_dim)
     num_tokens = len(case.q_TND)
@@ -434,11 +465,12 @@ def test_a_quantised_cache_is_written_and_read(dtype, mix, heads, groups, head_d
     assert (ours_k != plain_k).float().mean() < (0.001 if dtype is torch.float32 else 0.05)
     assert ((ours_k - plain_k).abs() <= plain_k.abs() / 7 + 1e-3).all()
     case.kv, case.q_TND = kv, case.q_TND.double()
-    stored = PagedKV(ours_k.double(), dequantise(kv.values, kv.value_exponents).double())
+    stored_v = dequantise(kv.values, kv.value_exponents).double()
+    stored = PagedKV(ours_k.double(), stored_v, windows=kv.windows)
     slots = case.metadata.slot_mapping
     new = [cache[1].flatten(0, 1)[slots] for cache in (stored.keys, stored.values)]
     expected = SequenceAttention().attend(case.q_TND, *new, stored, 1, case.metadata).flatten(1)
-    new[1], stored = new[1].abs(), PagedKV(stored.keys, stored.values.abs())
+    new[1], stored = new[1].abs(), dataclasses.replace(stored, values=stored.values.abs())
     added = SequenceAttention().attend(case.q_TND, *new, stored, 1, case.metadata).flatten(1)
     assert_near_sum(found, expected, added, dtype)
     error = (found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
@@ -482,7 +514,13 @@ def test_decodes_are_split_where_programs_are_few():
 # --- the whole decoder --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "changes",
-    [{"qkv_bias": True}, {"qk_norm": True, "rope": MROPE}, {"moe": SPARSE}, {"kept_hidden_layer": 1}],
+    [
+        {"qkv_bias": True},
+        {"qk_norm": True, "rope": MROPE},
+        {"moe": SPARSE},
+        {"kept_hidden_layer": 1},
+        {"windows": (None, 9)},
+    ],
 )
 @pytest.mark.parametrize("mix", ["decodes", "mixed"])
 def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
@@ -498,7 +536,8 @@ def test_the_decoder_equals_that_of_the_plain_kernels(kernels, changes, mix):
     positions = torch.arange(num_tokens, device=DEVICE)[None] * axes[:, None]
     outputs, caches, blocks = [], [], case.kv.keys.shape[1:3]
     for decoder in (plain, ours):
-        kv = PagedKV(case.kv.keys.clone(), case.kv.values.clone(), case.kv.keys.new_zeros(*blocks, 24))
+        kv = copy_of(case.kv)
+        kv.hidden, kv.windows = case.kv.keys.new_zeros(*blocks, 24), config.windows
         hidden = decoder.forward(decoder.embed(token_ids), positions, kv, decoder.attention, case.metadata)
         outputs.append(decoder.logits(hidden))
         caches.append(kv)

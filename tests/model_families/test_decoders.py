@@ -108,6 +108,72 @@ def test_greedy_continuation_is_the_references(tiny):
     assert ours == tokens[11:]
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}  # of three layers
+WINDOWED_FAMILIES = ("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl")
+
+
+@pytest.mark.parametrize("family", WINDOWED_FAMILIES)
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_layers_with_a_window(tmp_path, family, kernels):
+    """Chunks shorter and longer than it, beside decodes."""
+    tiny = make_tiny(family, tmp_path, **WINDOW)
+    with Host(load_tiny(family, tmp_path, kernels=kernels)) as host:
+        host.admit(1, prompt(41))
+        host.admit(4, prompt(7, seed=1))
+        chunks = [host.step_logits(*step)[-1] for step in (((1, 5),), ((4, 7), (1, 27)), ((4, 1), (1, 9)))]
+        decoded = [host.step_logits((1, 1), (4, 1))[0] for _ in range(3)]
+        tokens = host.runner.table.token_ids[1, :44].tolist()
+    assert_close(torch.cat(chunks + decoded), expected_logits(tiny, tokens))
+    with Host(load_tiny(family, tmp_path, kernels=kernels)) as host:
+        host.admit(1, prompt(11))
+        ours = host.generate(1, 20)
+    tokens = prompt(11)
+    for _ in range(20):
+        tokens.append(int(expected_logits(tiny, tokens)[-1].argmax()))
+    assert ours == tokens[11:]
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, (None, 8, 8)),
+        ({"max_window_layers": 0}, (8, 8, 8)),
+        ({"max_window_layers": 3}, ()),
+        ({"max_window_layers": None}, ()),  # the family's own number is above
+        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (8, None, 8)),
+        ({"layer_types": ["full_attention"] * 3}, ()),
+        ({"use_sliding_window": False}, ()),
+        ({"sliding_window": None}, ()),
+        ({"sliding_window": 511}, (None, 511, 511)),
+        ({"sliding_window": 512}, ()),  # the longest context fits
+    ],
+)
+def test_which_layers_have_a_window(tmp_path, change, windows):
+    make_tiny("qwen2", tmp_path, **WINDOW)
+    edit_config(tmp_path, lambda config: config.update({"layer_types": None, **change}))
+    assert config_of("qwen2", tmp_path).windows == windows
+
+
+def test_a_window_without_a_length_has_the_family_s(tmp_path):
+    make_tiny("qwen2", tmp_path, **WINDOW)
+
+    def edit(config):
+        del config["sliding_window"]
+        config["max_position_embeddings"] = 5000
+
+    edit_config(tmp_path, edit)
+    assert config_of("qwen2", tmp_path).windows == (None, 4096, 4096)
+
+
+@pytest.mark.parametrize("change", [{"use_sliding_window": False}, {"sliding_window": None}])
+def test_windows_of_no_length_are_refused(tmp_path, change):
+    make_tiny("qwen2", tmp_path, **WINDOW)
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    edit_config(tmp_path, lambda config: config.update({"layer_types": kinds, **change}))
+    with pytest.raises(EngineError, match=r"layer_types names sliding_attention"):
+        config_of("qwen2", tmp_path)
+
+
 @every(FAMILIES)
 def test_native_kernels_give_the_same_logits(tiny):
     kernels = native_kernels(torch.device("cpu"), torch.float32)
@@ -380,7 +446,7 @@ def test_config_with_old_rope_keys(tmp_path, family):
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_sliding_window": True}, "sliding"),
+        ({"use_sliding_window": True}, "this model type has no sliding windows"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),

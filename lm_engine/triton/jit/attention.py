@@ -168,10 +168,12 @@ def decode_attention(
     PARTS: tl.constexpr,
     NORM: tl.constexpr,
     QUANTISED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (sequence, group, split): one query's heads of a group over one part of its keys.
+    """Program (sequence, group, split): one query's heads of a group over one part of its keys. WINDOW: of
+    the last so many keys, its own included; 0: of all.
 
     Takes the fused projection's row as it is, in one or PARTS to be added: rotates the query itself; the last
     split also rotates the new key and writes it and its value to the cache. The split that arrives last
@@ -185,11 +187,14 @@ def decode_attention(
     split = tl.program_id(2)
     # Written by the step's first kernel: older than the direct predecessor.
     last = tl.load(lengths_ptr + row) - 1
-    tiles_per_split = tl.cdiv(tl.cdiv(last + 1, BLOCK_L), tl.num_programs(2))
-    first = split * tiles_per_split * BLOCK_L
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(last + 1 - WINDOW, 0)
+    tiles_per_split = tl.cdiv(tl.cdiv(last + 1 - begin, BLOCK_L), tl.num_programs(2))
+    first = begin + split * tiles_per_split * BLOCK_L
     if first > last:
         return
-    num_active = tl.cdiv(last + 1, tiles_per_split * BLOCK_L)
+    num_active = tl.cdiv(last + 1 - begin, tiles_per_split * BLOCK_L)
     end = tl.minimum(first + tiles_per_split * BLOCK_L, last)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     slot = tl.load(slot_mapping_ptr + row)

@@ -75,6 +75,7 @@ def _add_keys(
     BLOCK_L: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUANTISED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     ALL_SEEN: tl.constexpr,
 ):
@@ -100,6 +101,8 @@ def _add_keys(
         origin_M = new_best_M
     else:
         visible_ML = (index_L[None, :] <= seen_M[:, None]) & inside_L[None, :]
+        if WINDOW:
+            visible_ML &= index_L[None, :] > seen_M[:, None] - WINDOW
         scores_ML = tl.where(visible_ML, scores_ML, -float("inf"))
         new_best_M = tl.maximum(best_M, tl.max(scores_ML, axis=1) * scale)
         origin_M = tl.where(new_best_M == -float("inf"), 0.0, new_best_M)
@@ -134,17 +137,25 @@ def _walk(
     BLOCK_L: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUANTISED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Best score, mass and weighted sum over keys `first` to `end`, of which a row sees those up to its
     `seen`, none of them fewer than up to `first_seen`; a row that sees none of them has a best of -inf and
-    nothing else. Blocks that all rows see whole come first, without a mask."""
+    nothing else. WINDOW: of those, a row sees no more than its last so many, and the last row's `seen` is the
+    key before `end`; 0: all. Blocks that all rows see whole go without a mask: the first ones, but for those
+    in which windows begin."""
     best_M = tl.full([M], -float("inf"), tl.float32)
     mass_M = tl.zeros([M], tl.float32)
     sum_MD = tl.zeros([M, BLOCK_D], tl.float32)
-    whole = first + tl.maximum(tl.minimum(end, first_seen + 1) - first, 0) // BLOCK_L * BLOCK_L
-    for masked in tl.static_range(2):
-        for start in tl.range(whole if masked else first, end if masked else whole, BLOCK_L):
+    head = first
+    if WINDOW:
+        head = first + tl.cdiv(tl.maximum(end - WINDOW - first, 0), BLOCK_L) * BLOCK_L
+    whole = head + tl.maximum(tl.minimum(end, first_seen + 1) - head, 0) // BLOCK_L * BLOCK_L
+    for stretch in tl.static_range(0 if WINDOW else 1, 3):
+        begin = first if stretch == 0 else head if stretch == 1 else whole
+        until = head if stretch == 0 else whole if stretch == 1 else end
+        for start in tl.range(begin, until, BLOCK_L):
             best_M, mass_M, sum_MD = _add_keys(
                 q_MD,
                 seen_M,
@@ -166,8 +177,9 @@ def _walk(
                 BLOCK_L,
                 BLOCK_SIZE,
                 QUANTISED,
+                WINDOW,
                 PRECISION,
-                masked == 0,
+                stretch == 1,
             )
     return best_M, mass_M, sum_MD
 
@@ -197,6 +209,7 @@ def mixed_attention(
     BLOCK_L: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUANTISED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -225,7 +238,7 @@ def mixed_attention(
         value_exponents_ptr,
         tables_ptr + row.to(tl.int64) * table_stride,
         group,
-        0,
+        tl.maximum(context + offset + 1 - WINDOW, 0) if WINDOW else 0,
         tl.minimum(length, context + offset + BLOCK_Q),
         scale,
         BLOCK_Q * BLOCK_H,
@@ -235,8 +248,11 @@ def mixed_attention(
         BLOCK_L,
         BLOCK_SIZE,
         QUANTISED,
+        WINDOW,
         PRECISION,
     )
+    if WINDOW:  # rows behind the last query, whose window is behind the last key
+        mass_M = tl.where(mass_M > 0, mass_M, 1.0)
     out_MD = (sum_MD / mass_M[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token_M[:, None] * (G * H * D) + column_MD, out_MD, mask=inside_MD)
 
@@ -298,6 +314,7 @@ def _attend_item(
         BLOCK_L,
         BLOCK_SIZE,
         QUANTISED,
+        0,  # no window: layers with one are not split
         PRECISION,
     )
     if num_parts == 1:
