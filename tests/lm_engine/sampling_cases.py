@@ -1,5 +1,5 @@
 """The kernels of sampling against the plain sampler, on the GPU if there is one, else in Triton's
-interpreter. Collected through test_triton.py."""
+interpreter. Collected through test_triton_steps.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What Triton kernels do with the request table against what torch's operations do, on the GPU if there is
-one, else in Triton's interpreter. Collected through test_triton.py."""
+one, else in Triton's interpreter. Collected through test_triton_steps.py."""
 
 from __future__ import annotations
 
